@@ -3,25 +3,9 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dashboards import queries, shell
+from dashboards import queries, recordings, shell
 from dashboards.queries import QueryScope
-from dashboards.recordings import (
-    ACCEPTANCE,
-    DRAFT_TOKENS,
-    FIRST_TOKEN_P95,
-    FIRST_TOKENS,
-    HANDOFFS,
-    KEEP,
-    KV_USAGE,
-    PREFILL_FAILURES,
-    REPLAY_TOKENS,
-    REPLAYS,
-    REQUESTS,
-    RESPONSES,
-    TME,
-    TURNED_AWAY,
-    model_sum,
-)
+from dashboards.recordings import KEEP, model_sum
 from dashboards.sanity import REPLAY_FAILURE_LIMIT, TME_LIMIT, UNTESTED_LIMIT
 from dashboards.serving import HANDOFF_FAILURE_LIMIT, NOT_OK
 from serve_app.telemetry.metric_names import (
@@ -62,7 +46,8 @@ _ACCEPTANCE_LOW = " or ".join(
         _told(
             "than",
             "in the last hours",
-            f"{ACCEPTANCE} < {_THRESHOLD} * avg_over_time({ACCEPTANCE}[6h] offset 30m) and {DRAFT_TOKENS} > {_MINIMUM}",
+            f"{recordings.ACCEPTANCE} < {_THRESHOLD} * avg_over_time({recordings.ACCEPTANCE}[6h] offset 30m) "
+            f"and {recordings.DRAFT_TOKENS} > {_MINIMUM}",
         ),
         _told(
             "than",
@@ -86,7 +71,7 @@ _ACCEPTANCE_LOW = " or ".join(
 )
 
 # Replays
-_NOT_REPLAYED, _ALL_REPLAYS = model_sum(f"{REPLAYS}{{{NOT_OK}}}"), model_sum(REPLAYS)
+_NOT_REPLAYED, _ALL_REPLAYS = model_sum(f"{recordings.REPLAYS}{{{NOT_OK}}}"), model_sum(recordings.REPLAYS)
 _RECENT_FAILURES = _1H.gauge("recent_replay_failures", "answered_by")
 _WATCHED = "watched_requests_total"
 _WATCHED_SERIES = _1H.series(_WATCHED)  # of a referee, from its start on
@@ -95,6 +80,7 @@ _CHOSEN = 'result=~"captured|dropped|failed|refused|too_large|broken_off"'  # to
 _OF_WATCHED = "For a server that `truespec watch` watches: "
 
 # Requests and replicas
+_ALL_REQUESTS = model_sum(recordings.REQUESTS)
 _ERROR, _SERVER_ERROR = 'outcome="error"', 'code=~"5..",code!="503"'  # 503 is TruespecRequestsTurnedAway's
 _ROUTER = 'pool="router"'
 _HAS_ROUTER = _1H.gauge("replicas_wanted", how="max", where=_ROUTER) + " > 0"
@@ -102,9 +88,9 @@ _LOST = (  # behind a router only its own: it resumes or fails what is lost else
     f"({_15M.events('requests_interrupted_total', where=_ROUTER)} "
     f"or {_15M.events('requests_interrupted_total')} unless {_HAS_ROUTER}) >= {_MINIMUM}"
 )
-_FAILED_PREFILLS = model_sum(f'{PREFILL_FAILURES}{{reason!="full"}}')  # a full pool's handoffs fail
-_PREFILLS = f"({_FAILED_PREFILLS} + ({model_sum(HANDOFFS)} or 0 * {_FAILED_PREFILLS}))"
-_FAILED_HANDOFFS = model_sum(f"{HANDOFFS}{{{NOT_OK}}}")
+_FAILED_PREFILLS = model_sum(f'{recordings.PREFILL_FAILURES}{{reason!="full"}}')  # a full pool's handoffs fail
+_PREFILLS = f"({_FAILED_PREFILLS} + ({model_sum(recordings.HANDOFFS)} or 0 * {_FAILED_PREFILLS}))"
+_FAILED_HANDOFFS = model_sum(f"{recordings.HANDOFFS}{{{NOT_OK}}}")
 _BUILD, _WANTED_SERIES = _1H.series("build_info"), _1H.series("replicas_wanted")  # of replicas, and of the controller
 _WANTED, _RUNNING = (_POOL.gauge(f"replicas_{which}", how="max") for which in ("wanted", "running"))
 _BY_POOL = f"max by ({', '.join(_POOL.keep)})"
@@ -258,7 +244,7 @@ ALERTS = (
     ),
     Alert(
         "TruespecTmeHigh",
-        f"{TME} > {_THRESHOLD} and {REPLAY_TOKENS} > {_MINIMUM}",
+        f"{recordings.TME} > {_THRESHOLD} and {recordings.REPLAY_TOKENS} > {_MINIMUM}",
         "5m",
         "critical",
         "TME of {{ $labels.model_name }} is {{ $value | humanize }} in stratum {{ $labels.stratum }}.",
@@ -478,7 +464,7 @@ ALERTS = (
     ),
     Alert(
         "TruespecHandoffsFail",
-        _told("what", "handoffs", _share(_FAILED_HANDOFFS, model_sum(HANDOFFS)))
+        _told("what", "handoffs", _share(_FAILED_HANDOFFS, model_sum(recordings.HANDOFFS)))
         + " or "
         + _told("what", "prefills", _share(_FAILED_PREFILLS, _PREFILLS)),
         "5m",
@@ -505,7 +491,7 @@ ALERTS = (
     ),
     Alert(
         "TruespecTimeToFirstTokenHigh",
-        f"{FIRST_TOKEN_P95} > {_THRESHOLD} and {FIRST_TOKENS} >= {_MINIMUM}",
+        f"{recordings.FIRST_TOKEN_P95} > {_THRESHOLD} and {recordings.FIRST_TOKENS} >= {_MINIMUM}",
         "10m",
         "warning",
         "p95 of the time to first token of {{ $labels.model_name }} is {{ $value | humanizeDuration }}.",
@@ -528,8 +514,8 @@ ALERTS = (
         "TruespecRequestErrors",
         " or ".join(
             (
-                _share(model_sum(f"{REQUESTS}{{{_ERROR}}}"), model_sum(REQUESTS)),
-                _share(model_sum(f"{RESPONSES}{{{_SERVER_ERROR}}}"), model_sum(RESPONSES)),
+                _share(model_sum(f"{recordings.REQUESTS}{{{_ERROR}}}"), _ALL_REQUESTS),
+                _share(model_sum(f"{recordings.RESPONSES}{{{_SERVER_ERROR}}}"), model_sum(recordings.RESPONSES)),
                 f"({_share(_BAD_GATEWAY, _ALL_PROXIED)} {_IS_RELEASE})",
             )
         ),
@@ -601,7 +587,7 @@ ALERTS = (
     ),
     Alert(
         "TruespecRequestsTurnedAway",
-        f"{TURNED_AWAY} / ({model_sum(RESPONSES)} > 0) > {_THRESHOLD} and {TURNED_AWAY} >= {_MINIMUM}",
+        _share(recordings.TURNED_AWAY, model_sum(recordings.RESPONSES)),
         "5m",
         "warning",
         "{{ $value | humanizePercentage }} of the requests for {{ $labels.model_name }} are turned away.",
@@ -657,9 +643,9 @@ ALERTS = (
     ),
     Alert(
         "TruespecKvCacheFull",
-        _told("what", "KV cache in use", f"min_over_time({KV_USAGE}[5m]) > {_THRESHOLD}")
+        _told("what", "KV cache in use", f"min_over_time({recordings.KV_USAGE}[5m]) > {_THRESHOLD}")
         + " or "
-        + _told("what", "preemptions a request", _share(_15M.events("preemptions_total"), model_sum(REQUESTS), "0.1")),
+        + _told("what", "preemptions a request", _share(_15M.events("preemptions_total"), _ALL_REQUESTS, "0.1")),
         "10m",
         "warning",
         "{{ $labels.model_name }} lacks KV memory{{ with $labels.pool }} in pool {{ . }}{{ end }}: "

@@ -66,6 +66,14 @@ class Stat(Panel):
 
 
 @dataclass(frozen=True, slots=True)
+class Rates(Panel):
+    """A panel of events a second, one kind above the other."""
+
+    unit: str = "ops"
+    stacked: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Share(Panel):
     """A panel whose values are shares of something."""
 

@@ -1,6 +1,6 @@
 """The logprob sanity page: whether served logprobs are right and the output follows the model's distribution."""
 
-from dashboards.panels import PAGE, REPLICA, VISIBLE, Page, Panel, Query, Row, Share, Stat, Steps
+from dashboards.panels import PAGE, REPLICA, VISIBLE, Page, Panel, Query, Rates, Row, Share, Stat, Steps
 from dashboards.queries import replay_mean, selfcheck_z, tme, untested
 from dashboards.speculation import Z_STEPS
 from serve_app.telemetry.metric_names import BREAKER_STATES, REPLAY_LAG_LIMIT_S
@@ -91,22 +91,18 @@ _REPLAYS = Panel(
         Query(PAGE.rate("replays_requested_total", "bytes"), "selected, bytes {{bytes}}"),
     ),
 )
-_INDEPENDENT = Panel(
+_INDEPENDENT = Rates(
     title="Independent replays",
     description="Answers that `transformers` checked after the engine's own replay had verified them, per second. "
     "Disagrees: the engine's model code is wrong everywhere. Unsupported: it cannot have the weights that are served, "
     "and nothing would notice such a fault.",
-    unit="ops",
     queries=(Query(PAGE.rate("independent_replays_total", "result"), "{{result}}"),),
-    stacked=True,
 )
-_CONTROLS = Panel(
+_CONTROLS = Rates(
     title="Controls of the referee",
     description="Verified answers that were judged again with a change, per second, by change and result. Each must "
     "be found: a referee that misses one verifies wrong answers, too.",
-    unit="ops",
     queries=(Query(PAGE.rate("referee_controls_total", "change", "result"), "{{change}} {{result}}"),),
-    stacked=True,
 )
 _FAILED_REPLAYS = Share(
     title="Replays that failed, by the replica that answered",
@@ -198,22 +194,18 @@ _TRIPS = Panel(
         Query(PAGE.events("canaries_total", "result"), "canary {{result}}", sparse=True),
     ),
 )
-_VERDICTS = Panel(
+_VERDICTS = Rates(
     title="Verdicts",
     description="Verdicts on answers per second. Suspect: the answer was generated in a window in which a fault was "
     "found; trainers mask it. Logprobs only: the replay could not compare its tokens. Unverified: it was not replayed.",
-    unit="ops",
     queries=(Query(PAGE.rate("verdicts_total", "verdict"), "{{verdict}}"),),
-    stacked=True,
 )
-_DISTRIBUTION = Panel(
+_DISTRIBUTION = Rates(
     title="Replays as evidence on the distribution",
     description="Replayed answers per second. Tested: their tokens count as evidence on whether tokens follow the "
     "model's distribution. If nearly all are chosen_seed, clients name their seeds: each answer's draws are made "
     "again, the distribution of all together is not tested.",
-    unit="ops",
     queries=(Query(PAGE.rate("replay_distributions_total", "distribution"), "{{distribution}}"),),
-    stacked=True,
 )
 _SPECULATION = Share(
     title="Speculating replicas",
@@ -222,14 +214,13 @@ _SPECULATION = Share(
     queries=(Query(PAGE.gauge("speculation_enabled", how="avg"), "speculating"),),
     width=6,
 )
-_WATCHED = Panel(
+_WATCHED = Rates(
     title="Watched requests",
     description="Requests through the proxies of `truespec watch` per second, by result. Dropped: the referee lags "
     "behind. Refused: the server reports neither token ids nor logprobs, and nothing can be checked. Unreachable: the "
     "watched server is down. Without captured ones nothing is watched.",
     unit="reqps",
     queries=(Query(PAGE.rate("watched_requests_total", "result"), "{{result}}", sparse=True),),
-    stacked=True,
 )
 _WATCHED_ANSWERS = Share(
     title="Watched answers that could be read",

@@ -1,6 +1,6 @@
 """The pages about serving: overview, disaggregation, latency."""
 
-from dashboards.panels import PAGE, REPLICA, Page, Panel, Query, Row, Share, Stat, Steps
+from dashboards.panels import PAGE, REPLICA, Page, Panel, Query, Rates, Row, Share, Stat, Steps
 from dashboards.sanity import ALARMS, BREAKER, EVENT_STEPS, TME, VIOLATIONS
 from dashboards.speculation import ACCEPTANCE_RATE, ACCEPTED_LENGTH
 from serve_app.telemetry.metric_names import FIRST_TOKEN_LIMIT_S, KV_FULL
@@ -49,28 +49,24 @@ _RUNS = Stat(
     steps=((None, "text"),),
     shows_name=True,
 )
-_TOKENS = Panel(
+_TOKENS = Rates(
     title="Tokens per second",
     description="Tokens emitted, by pool. A drop while requests wait means that replicas are lost or slow.",
-    unit="ops",
     queries=(Query(PAGE.rate("emitted_tokens_total", "pool"), "{{pool}}"),),
-    stacked=True,
 )
-_REQUESTS = Panel(
+_REQUESTS = Rates(
     title="Requests per second",
     description="Finished requests, by outcome. Error: the engine failed or the deadline passed. Rejected: there was "
     "no room; clients were sent a retry time. Abort: the client disconnected.",
     unit="reqps",
     queries=(Query(PAGE.rate("requests_total", "outcome"), "{{outcome}}"),),
-    stacked=True,
 )
-_RESPONSES = Panel(
+_RESPONSES = Rates(
     title="Responses by status code",
     description="Responses of the API. 429: a key's limits, or no room; 503: a replica stopped; other 5xx are faults. "
     "A stream that breaks off has begun with 200: see the outcome error of requests.",
     unit="reqps",
     queries=(Query(PAGE.rate("http_responses_total", "code"), "{{code}}"),),
-    stacked=True,
 )
 _FIRST_TOKEN = Panel(
     title="Time to first token",
@@ -132,13 +128,12 @@ _KV_USAGE = Share(
     queries=(Query(REPLICA.gauge("kv_cache_usage_ratio", "pool", how="max"), "{{pool}}"),),
     steps=_FULL_STEPS,
 )
-_TURNED_AWAY = Panel(
+_TURNED_AWAY = Rates(
     title="Refused requests",
     description="Valid requests that were refused, by reason. Key concurrency: raise the key's limit; capacity, load, "
     "time to first token and deadline: add replicas; unauthenticated and forbidden: contact the sender.",
     unit="reqps",
     queries=(Query(PAGE.rate("refusals_total", "reason"), "{{reason}}", sparse=True),),
-    stacked=True,
 )
 _KEY_RELOADS = Panel(
     title="Key file reloads",
@@ -159,14 +154,12 @@ OVERVIEW = Page(
     ),
 )
 
-_HANDOFFS = Panel(
+_HANDOFFS = Rates(
     title="Handoffs per second",
     description="Handoffs from prefill to decode, by result. Refused: the state belonged to another model or was "
     "damaged. Failed: no prefill replica answered. Both cost time, since the decode replica computes the prompt "
     "itself; neither affects correctness.",
-    unit="ops",
     queries=(Query(PAGE.rate("handoffs_total", "result"), "{{result}}"),),
-    stacked=True,
 )
 _HANDOFF_FAILURES = Panel(
     title="Share of unsuccessful handoffs",

@@ -17,6 +17,7 @@ from torch import Tensor
 from speculative.kernels.bindings import Kernels, LinearStruct, ShapeStruct, StepStruct
 
 Clock = Callable[[], float]
+"""In seconds."""
 Choice = Literal["by_tiles", "int4_tile_rows", "attends_by_tiles"]
 """An attribute of `Kernels`; false or 0 = AVX-512 does it."""
 
@@ -36,11 +37,8 @@ _ROUNDING_OF_WEIGHTS = 1e-2  # the same, where a weight of attention becomes one
 def measured_tiles(kernels: Kernels, clock: Clock = time.perf_counter) -> tuple[bool, str]:
     """Return whether products of bfloat16s are left to tiles, and why or why not.
 
-    They are where tiles prove right and, by the mean over some numbers of rows, faster.
-
-    Args:
-        kernels: with tiles that this process may use; they do as chosen afterwards.
-        clock: in seconds.
+    They are where tiles prove right and, by the mean over some numbers of rows, faster. The kernels, whose tiles this
+    process may use, do as chosen afterwards.
     """
     with _one_thread():
         if wrong := _wrong_products(kernels):
@@ -52,11 +50,7 @@ def measured_tiles(kernels: Kernels, clock: Clock = time.perf_counter) -> tuple[
 def measured_int4_rows(kernels: Kernels, clock: Clock = time.perf_counter) -> tuple[int, str]:
     """Return from how many rows on products of four-bit weights with eight-bit activations are left to tiles, and why.
 
-    0 = they never are.
-
-    Args:
-        kernels: with tiles that this process may use; they do as chosen afterwards.
-        clock: in seconds.
+    0 = they never are. Otherwise as `measured_tiles`.
     """
     with _one_thread():
         if wrong := _wrong_int4_products(kernels):
@@ -75,11 +69,8 @@ def measured_int4_rows(kernels: Kernels, clock: Clock = time.perf_counter) -> tu
 def measured_attention(kernels: Kernels, clock: Clock = time.perf_counter) -> tuple[bool, str]:
     """Return whether attention over a cache in bfloat16 is left to tiles, and why or why not.
 
-    It is where tiles prove right and, by the mean over a row and a part of a prompt, faster.
-
-    Args:
-        kernels: with tiles that this process may use; they do as chosen afterwards.
-        clock: in seconds.
+    It is where tiles prove right and, by the mean over a row and a part of a prompt, faster. Otherwise as
+    `measured_tiles`.
     """
     with _one_thread():
         if wrong := _wrong_attention(kernels):

@@ -83,7 +83,7 @@ def fetch_model(name: str, *, cache_dir: Path | None = None, progress: Progress 
         ConfigError: the catalogue has no such model.
         FetchFailed: no network, a wrong checksum, or no room on the disk.
     """
-    model, report = catalogue_model(name), progress or _silent
+    model, report = catalogue_model(name), progress or (lambda _: None)
     models = models_folder(cache_dir)
     folder = models / name
     if is_complete(folder, model):
@@ -227,7 +227,3 @@ def _only_one(models: Path, name: str, report: Progress) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _silent(_: str) -> None:
-    """Report nothing."""

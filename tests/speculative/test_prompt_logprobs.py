@@ -5,7 +5,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from speculative.config import LogprobsMode
 from speculative.engine import EngineCore
@@ -66,22 +65,6 @@ def test_chunks_and_blocks_of_any_size_give_the_same(tiny_folder: Path, num_prom
     engine.add(asking("a", TEXT[:num_prompt]))
     assert_reported_once(drain(engine), engine, TEXT[:num_prompt])
     assert_idle(engine)
-
-
-def test_over_a_prefix_cache_they_are_those_of_transformers_again_and_again(tiny_folder: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
-    engine = engine_of(tiny_folder)
-    for number, size in enumerate((50, 50, 33, 48, 50, 17)):
-        prompt = TEXT[:size]
-        engine.add(Request(f"warm{number}", prompt, SamplingParams(max_tokens=4, ignore_eos=True), 1))
-        engine.add(asking(f"asks{number}", prompt, 5))
-        (reported,) = [one.prompt_logprobs for one in drain(engine) if one.prompt_logprobs is not None]
-        with torch.inference_mode():
-            reference = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
-        assert [entry.token_id for entry in reported] == list(prompt[1:])
-        for row, token, entry in zip(reference, prompt[1:], reported, strict=False):
-            assert abs(float(row[token]) - entry.logprob) < 1e-4
-            assert [token for token, _ in entry.top] == row.topk(5).indices.tolist()
 
 
 @pytest.mark.parametrize("num_top", [0, 20])
