@@ -70,11 +70,7 @@ class _Receiving:
         self._headers: Mapping[str, str] = {}
 
     def push(self, data: bytes) -> None:
-        """Read on in the stream.
-
-        Raises:
-            Unreadable: it is none of completions.
-        """
+        """Read on in the stream. Raises Unreadable: it is none of completions."""
         self._content += data
         for event in self._events.push(data):
             self._reply.add(event)
@@ -152,11 +148,7 @@ class Client:
             return None
 
     def fetch(self, path: str) -> str:
-        """The text at a path.
-
-        Raises:
-            ServiceError: the request fails; the message says how.
-        """
+        """The text at a path. Raises ServiceError: the request fails; the message says how."""
         try:
             with closing(self._send("GET", path)) as response:
                 response.read()
@@ -167,11 +159,7 @@ class Client:
         return response.text
 
     def models(self) -> dict[str, Json]:
-        """The models that the server lists, by their names.
-
-        Raises:
-            ServiceError: it lists none.
-        """
+        """The models that the server lists, by their names. Raises ServiceError: it lists none."""
         try:
             cards = {str(card["id"]): card for card in json.loads(self.fetch("/v1/models"))["data"]}
         except (ValueError, KeyError, TypeError):
@@ -238,11 +226,7 @@ class Client:
 
 
 def check_serving(url: str, api_key: str | None) -> None:
-    """Make sure that a server lists its models, before anything slow begins.
-
-    Raises:
-        ServiceError: it does not.
-    """
+    """Make sure that a server lists its models, before anything slow begins. Raises ServiceError: it does not."""
     with Client(url, api_key) as server:
         server.models()
 

@@ -52,11 +52,7 @@ def _cut(prompts: list[list[int]], length: int) -> list[list[int]]:
 
 
 def read_texts(own: Path | None = None) -> dict[str, list[str]]:
-    """The questions by kind.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """The questions by kind. Raises ConfigError: the file cannot be read."""
     path = own or _FILE
     try:
         texts = json.loads(path.read_text(encoding="utf-8"))

@@ -55,11 +55,8 @@ class Replied:
 
 
 def replied_in(wire: dict[str, Any], receipts: Sequence[Any]) -> list[Replied | None]:
-    """The choice that belongs to each receipt of a reply; None where there is no reply.
-
-    Raises:
-        NotAReceipt: it cannot be read.
-    """
+    """The choice that belongs to each receipt of a reply; None where there is no reply. Raises NotAReceipt: it cannot
+    be read."""
     if not wire:
         return [None] * len(receipts)
     try:

@@ -185,11 +185,8 @@ class Verifier:
             await replayer.stop()
 
     async def check(self, receipt: Receipt, replied: Replied | None = None) -> ReceiptVerdict:
-        """Compute a receipt's answer again, and compare; replied: the choice that it came with.
-
-        Raises:
-            TruespecError: it cannot be checked here; the message says why, and what to do.
-        """
+        """Compute a receipt's answer again, and compare; replied: the choice that it came with. Raises TruespecError:
+        it cannot be checked here; the message says why, and what to do."""
         reason, signature = _check_signature(receipt, self._public_key)
         reason = reason or self._wrong_contents(receipt, replied)
         if reason:

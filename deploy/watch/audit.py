@@ -56,11 +56,8 @@ class AuditOptions:
 def run_audit(
     options: AuditOptions, referee: RefereeOptions, replayer: ReplayerOptions, view: View | None = None
 ) -> dict[str, Any]:
-    """Audit a server, and return the referee's report with `audit`: what came of each probe.
-
-    Raises:
-        ServiceError: no server answers there.
-    """
+    """Audit a server, and return the referee's report with `audit`: what came of each probe. Raises ServiceError: no
+    server answers there."""
     return asyncio.run(_audit(options, referee, replayer, view or View()))
 
 

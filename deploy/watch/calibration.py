@@ -103,11 +103,8 @@ class _Compared:
 def calibrate(
     url: str, folder: Path, served: str | None, num_prompts: int, api_key: str | None = None, view: View | None = None
 ) -> Tolerance:
-    """Ask a server, and return the tolerance that its arithmetic needs.
-
-    Raises:
-        ConfigError: the server reports no logprobs of its likeliest tokens, or they are not those of these weights.
-    """
+    """Ask a server, and return the tolerance that its arithmetic needs. Raises ConfigError: the server reports no
+    logprobs of its likeliest tokens, or they are not those of these weights."""
     view = view or View()
     tokenizer = Tokenizer.from_folder(folder)
     with Client(url, api_key) as server:

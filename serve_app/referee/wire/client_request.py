@@ -226,11 +226,8 @@ def _of_responses(sent: Json) -> Json:
 
 
 def _messages(sent: Json) -> list[Json]:
-    """The conversation that items of the Responses API make up: what the model says in one turn is one message.
-
-    Raises:
-        Unclear: some of it is kept by the server.
-    """
+    """The conversation that items of the Responses API make up: what the model says in one turn is one message. Raises
+    Unclear: some of it is kept by the server."""
     given: Any = sent["input"]
     items: list[Any] = [{"role": "user", "content": given}] if isinstance(given, str) else given
     instructions = sent.get("instructions")

@@ -73,11 +73,8 @@ class Demands:
     def of(
         cls, body: Json, tokenizer: Tokenizer, vendor: Vendor, *, is_chat: bool, added: Collection[str] = ()
     ) -> "Demands":
-        """Read them off a request; the arguments are its fields.
-
-        Raises:
-            InvalidRequest, KeyError, TypeError, ValueError, AttributeError: a field is not what the API takes.
-        """
+        """Read them off a request; the arguments are its fields. Raises InvalidRequest, KeyError, TypeError,
+        ValueError, AttributeError: a field is not what the API takes."""
         strict = vendor.keeps == "all"
         limits = SamplingParams(max_tokens=_limit(body, is_chat=is_chat))
         if vendor.keeps == "nothing":
@@ -359,11 +356,7 @@ def vllm_spellings(word: str, encode: Encode) -> list[tuple[int, ...]]:
 
 def is_made_of(text: str, calls: Sequence[tuple[str, str]]) -> bool:
     """Return whether a text is these calls and nothing else, as servers force it: a JSON list of them, or the arguments
-    of the only one.
-
-    Raises:
-        RecursionError: it is nested too deeply.
-    """
+    of the only one. Raises RecursionError: it is nested too deeply."""
     made, sent = _value(text), [(name, _value(arguments)) for name, arguments in calls]
     lists = [[{"name": name, key: value} for name, value in sent] for key in ("arguments", "parameters")]
     return bool(sent) and made is not _NO_JSON and (made in lists or (len(sent) == 1 and made == sent[0][1]))

@@ -33,11 +33,7 @@ class Exchange:
 
     @classmethod
     def from_wire(cls, wire: dict[str, Any]) -> "Exchange":
-        """From JSON.
-
-        Raises:
-            ValueError, KeyError, TypeError: it is none.
-        """
+        """From JSON. Raises ValueError, KeyError, TypeError: it is none."""
         if not (math.isfinite(wire["began_at"]) and math.isfinite(wire["ended_at"])):
             raise ValueError("a time is not finite")
         bodies = {name: base64.b64decode(wire[name]) for name in ("request", "reply")}
@@ -57,11 +53,7 @@ class ExchangeBatch:
 
     @classmethod
     def from_wire(cls, body: bytes) -> "ExchangeBatch":
-        """From such a body.
-
-        Raises:
-            ValueError, KeyError, TypeError: it is none.
-        """
+        """From such a body. Raises ValueError, KeyError, TypeError: it is none."""
         wire = json.loads(body)
         counts = {str(name): int(number) for name, number in wire["counts"].items()}
         if any(number < 0 for number in counts.values()):

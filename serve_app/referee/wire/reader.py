@@ -80,11 +80,8 @@ class ExchangeReader:
         self._spellings = texts, max(map(len, texts))
 
     def answers(self, exchange: Exchange) -> list[Answer]:
-        """The answers of an exchange, in the order of its choices.
-
-        Raises:
-            Unreadable: it cannot be computed again; the message says why.
-        """
+        """The answers of an exchange, in the order of its choices. Raises Unreadable: it cannot be computed again; the
+        message says why."""
         body, reply = _body(exchange.request), read_reply(exchange)
         vendor = vendor_of((exchange.dialect or FALLBACK) if self.dialect == "auto" else self.dialect)
         is_chat = exchange.path == CHAT

@@ -157,11 +157,7 @@ class Reply:
         return self.choices.setdefault(index, Choice(index))
 
     def add(self, *parts: Json) -> None:
-        """Add what a whole reply says, or events of a stream.
-
-        Raises:
-            Unreadable: one is no part of a completion.
-        """
+        """Add what a whole reply says, or events of a stream. Raises Unreadable: one is no part of a completion."""
         try:
             for part in parts:
                 self._add(part)
@@ -170,11 +166,8 @@ class Reply:
             raise Unreadable(_NO_COMPLETION) from error
 
     def of_response(self, parts: Sequence[Json]) -> Json:
-        """A response of the Responses API, from all that came of it, in the form of a chat's reply.
-
-        Raises:
-            Unreadable: it is none.
-        """
+        """A response of the Responses API, from all that came of it, in the form of a chat's reply. Raises Unreadable:
+        it is none."""
         try:
             for part in parts[:-1]:
                 if str(part.get("type")).endswith(".delta"):
@@ -224,11 +217,7 @@ class EventReader:
         self._rest = b""
 
     def push(self, data: bytes) -> Iterator[Json]:
-        """The events that are whole once these bytes have come.
-
-        Raises:
-            Unreadable: one is not a JSON object.
-        """
+        """The events that are whole once these bytes have come. Raises Unreadable: one is not a JSON object."""
         *lines, self._rest = _LINE_END.split(self._rest + data)
         for line in lines:
             content = line.removeprefix(b"data:").strip()
@@ -237,11 +226,7 @@ class EventReader:
 
 
 def _object(data: bytes) -> Json:
-    """A JSON object.
-
-    Raises:
-        Unreadable: it is none.
-    """
+    """A JSON object. Raises Unreadable: it is none."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -252,11 +237,7 @@ def _object(data: bytes) -> Json:
 
 
 def read_reply(exchange: Exchange) -> Reply:
-    """The whole reply of an exchange.
-
-    Raises:
-        Unreadable: it is no completion, or the stream ended early.
-    """
+    """The whole reply of an exchange. Raises Unreadable: it is no completion, or the stream ended early."""
     reply = Reply(is_chat=exchange.path in (CHAT, RESPONSES))
     parts = [*EventReader().push(exchange.reply + b"\n")] if exchange.streamed else [_object(exchange.reply)]
     if any(part.get("error") for part in parts):

@@ -144,11 +144,7 @@ class CheckBudget:
         return self._validators[schema]
 
     def spend(self, size: int) -> None:
-        """Take a step that looks at so many values.
-
-        Raises:
-            _Unchecked: there were too many.
-        """
+        """Take a step that looks at so many values. Raises _Unchecked: there were too many."""
         self._num_left -= 1 + size // _STEP_SIZE
         if self._num_left < 0:
             raise _Unchecked
@@ -172,10 +168,7 @@ class CheckBudget:
 
     def matches(self, pattern: str, text: str, how: Literal["fullmatch", "search"] = "fullmatch", **more: Any) -> bool:
         """Return whether an expression matches all of a text, what that may go on to (with `partial`), or some of it.
-
-        Raises:
-            _Unchecked: that is not known.
-        """
+        Raises _Unchecked: that is not known."""
         if not self.reads(pattern, text) or self._left_s <= 0:
             raise _Unchecked
         try:
@@ -191,11 +184,8 @@ class CheckBudget:
 
 
 def _validator(schema: Any, budget: CheckBudget) -> Any:
-    """A validator of one schema, which fetches nothing and ends.
-
-    Raises:
-        _Unchecked: the schema has what is not read here.
-    """
+    """A validator of one schema, which fetches nothing and ends. Raises _Unchecked: the schema has what is not read
+    here."""
     _check_names(schema)
     library = validator_for(schema, default=jsonschema.Draft202012Validator)
 
