@@ -348,7 +348,7 @@ def watch_audit(
         check_serving(url, asked.api_key)
         referee, replayer = _referee_options(options, keep_prompts=True)
         with View(err) as view:
-            report = run_audit(asked, referee, replayer, view)
+            report = asyncio.run(run_audit(asked, referee, replayer, view))
     except (ServiceError, ConfigError) as error:
         say(f"Error: {error}", err)
         raise click.exceptions.Exit(2) from error

@@ -191,7 +191,7 @@ class Verifier:
         reason = reason or self._wrong_contents(receipt, replied)
         if reason:
             return ReceiptVerdict(receipt, reason, signature)
-        tolerance = _tolerance(receipt)
+        tolerance = Tolerance.against_float32(precision_of(receipt.dtype, receipt.weights))
         found = _judge(receipt, await self._replayed(receipt), tolerance, signature, _name(receipt, self._engine))
         return replace(found, is_signed=self._public_key is not None, with_reply=replied is not None)
 
@@ -288,12 +288,6 @@ def _check_signature(receipt: Receipt, key: PublicKey | None) -> tuple[str, str]
     if not key.signed(receipt.canonical(), own):
         return f"the signature is not that of key {key.id} on this receipt", f"ed25519 by key {own.key_id}, wrong"
     return "", f"ed25519 by key {own.key_id}, valid"
-
-
-def _tolerance(receipt: Receipt) -> Tolerance:
-    """Between the engine that answered and the one that replays; `source` is what it goes by."""
-    form = receipt.weights if receipt.weights in (*_DTYPES, *ROUNDED_FORMS) else None  # it may claim anything
-    return Tolerance.against_float32(precision_of(receipt.dtype, form))
 
 
 def _name(receipt: Receipt, engine: EngineName) -> str:

@@ -32,12 +32,7 @@ _POLICY = (
 def referee_app(referee: Referee) -> FastAPI:
     """The routes of one referee."""
     app = FastAPI(title="truespec watch", docs_url=None, redoc_url=None, openapi_url=None)
-    _add_pages(app, referee)
-    _add_exchange_routes(app, referee)
-    return app
 
-
-def _add_pages(app: FastAPI, referee: Referee) -> None:
     @app.get("/health")
     async def show_health() -> Response:
         return Response("ok\n", media_type="text/plain")
@@ -60,8 +55,6 @@ def _add_pages(app: FastAPI, referee: Referee) -> None:
     async def show_figures() -> Response:
         return JSONResponse(referee.report(), headers={"cache-control": "no-store"})
 
-
-def _add_exchange_routes(app: FastAPI, referee: Referee) -> None:
     @app.get("/v1/verdicts/{reply_id:path}")
     async def show_verdict(reply_id: str) -> Response:
         known = referee.verdict(reply_id)
@@ -83,6 +76,8 @@ def _add_exchange_routes(app: FastAPI, referee: Referee) -> None:
             return Response(f"This is not a batch of exchanges: {error}.\n", 400, media_type="text/plain")
         referee.take(batch)
         return Response(status_code=204)
+
+    return app
 
 
 async def serve_referee(options: RefereeOptions, replayer: ReplayerOptions, host: str, port: int) -> None:

@@ -53,17 +53,12 @@ class AuditOptions:
     publishing_s: float = 1.1  # the longest time between updates of its metrics
 
 
-def run_audit(
-    options: AuditOptions, referee: RefereeOptions, replayer: ReplayerOptions, view: View | None = None
+async def run_audit(
+    options: AuditOptions, referee_options: RefereeOptions, replayer: ReplayerOptions, view: View | None = None
 ) -> dict[str, Any]:
     """Audit a server, and return the referee's report with `audit`: what came of each probe. Raises ServiceError: no
     server answers there."""
-    return asyncio.run(_audit(options, referee, replayer, view or View()))
-
-
-async def _audit(
-    options: AuditOptions, referee_options: RefereeOptions, replayer: ReplayerOptions, view: View
-) -> dict[str, Any]:
+    view = view or View()
     tokenizer, edge_nats = Tokenizer.from_folder(replayer.folder), referee_options.tolerance.edge_nats
     outcomes: list[ProbeOutcome] = []
     with Client(options.url, options.api_key) as server:

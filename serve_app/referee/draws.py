@@ -32,18 +32,6 @@ class DrawResult(enum.StrEnum):
     WRONG = "wrong"  # no rounding explains it
 
 
-@dataclass(slots=True)
-class _Drift:
-    """The moves of numbers between two engines."""
-
-    squares: float = 0.0  # their sum, nats squared
-    num_tokens: int = 0
-
-    def add(self, nats: float) -> None:
-        self.squares += nats**2
-        self.num_tokens += 1
-
-
 class DrawTolerance:
     """The moves of logits by rounding between the engines that answer and those that replay, in nats.
 
@@ -56,28 +44,32 @@ class DrawTolerance:
 
     def __init__(self, edge_nats: float) -> None:
         self._edge_nats = edge_nats
-        self._target, self._drafter = _Drift(), _Drift()
+        self._target, self._drafter = [0.0, 0.0], [0.0, 0.0]  # moves: the sum of their squares, and their number
 
     def add(self, moves: Iterable[float]) -> None:
         """Learn from uncertain tokens for which nothing was drafted; none of them counts more than `edge_nats`."""
         for move in moves:
-            self._target.add(min(abs(move), self._edge_nats))
+            self._learn(self._target, abs(move))
 
     def add_drafts(self, checks: Iterable[DrawCheck]) -> None:
         """Learn how far log q drifts from the checks that computed it again; bounded in the same way."""
         for check in checks:
             if check.draft_drift is not None:
-                self._drafter.add(min(check.draft_drift, self._edge_nats))
+                self._learn(self._drafter, check.draft_drift)
+
+    def _learn(self, of: list[float], move: float) -> None:
+        of[:] = of[0] + min(move, self._edge_nats) ** 2, of[1] + 1
 
     @property
     def nats(self) -> float:
         """A miss above this is no rounding. What is measured only lowers it: those measured may be at fault."""
         return min(self._nats(self._target), self._edge_nats)
 
-    def _nats(self, of: "_Drift") -> float:
-        if of.num_tokens < _MEASURED:
+    def _nats(self, of: list[float]) -> float:
+        squares, num = of
+        if num < _MEASURED:
             return self._edge_nats
-        measured = _NOISE_FACTOR * math.sqrt(of.squares / of.num_tokens)
+        measured = _NOISE_FACTOR * math.sqrt(squares / num)
         return min(max(_LEAST_NATS, measured), _MOST_EDGES * self._edge_nats)
 
     def judge(self, check: DrawCheck, drift: TokenDrift | None) -> DrawResult:

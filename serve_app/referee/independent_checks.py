@@ -69,7 +69,7 @@ class IndependentChecks:
         self._replayer = replayer
         self._judge = Judge(tolerances)
         self._tolerances = tolerances
-        self._evidence: dict[Tolerance, _Evidence] = {}
+        self._evidence: dict[Tolerance, tuple[ReplicaWatch, RareTest]] = {}
         self._book = book
         self._rate = rate
         self._ended = ended
@@ -145,16 +145,17 @@ class IndependentChecks:
     def _wrong(self, answer: Answer, replayed: Replayed, judgement: Judgement) -> str:
         """Say what an answer shows, by itself or with those before it; "" = nothing is wrong."""
         tolerance = self._tolerances.between(answer.numerics, replayed.numerics)
-        evidence = self._evidence.setdefault(tolerance, _Evidence(tolerance))
-        found = evidence.watch.see(
+        fresh = ReplicaWatch(tolerance), RareTest(_DRIFT_RATE, _DELTA)
+        watch, drift_test = self._evidence.setdefault(tolerance, fresh)
+        found = watch.see(
             judgement.tokens,
             greedy=answer.request.params.greedy,
             drift_tolerance=judgement.drift_tolerance,
             at=answer.began_at,
         )
         limit_nats = 2 * tolerance.edge_nats
-        evidence.drift.add((drift.nats > limit_nats for drift in drifts_of(judgement.tokens)), answer.began_at)
-        if evidence.drift.alarm:
+        drift_test.add((drift.nats > limit_nats for drift in drifts_of(judgement.tokens)), answer.began_at)
+        if drift_test.alarm:
             del self._evidence[tolerance]
             return f"drift: too many logprobs are off by more than {limit_nats:g} nats"
         if judgement.checked.verdict is Verdict.SUSPECT:
@@ -177,11 +178,3 @@ def _shapes_of(answer: Answer) -> set[_Shape]:
         *((engine, "border", block, 0) for block in behind),
         *((engine, "length", length, 0) for length in _LENGTHS if answer.num_tokens > length),
     }
-
-
-class _Evidence:
-    """The evidence of answers that were judged with one tolerance."""
-
-    def __init__(self, tolerance: Tolerance) -> None:
-        self.watch = ReplicaWatch(tolerance)
-        self.drift = RareTest(_DRIFT_RATE, _DELTA)

@@ -173,20 +173,13 @@ class Records:
         numerics: Numerics = UNKNOWN_NUMERICS,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._replica = replica
-        self._max_model_len = max_model_len
-        self._num_draft_tokens = num_draft_tokens
-        self._eos_token_ids = eos_token_ids
-        self._numerics = numerics
-        self._clock = clock
+        self._of_engine = max_model_len, num_draft_tokens, numerics, eos_token_ids
+        self._replica, self._clock = replica, clock
         self._live: dict[str, Record] = {}
 
     def begin(self, request: Request) -> Record:
         """Record what is served for a request from now on."""
-        began = self._replica, self._clock()
-        sizes = self._max_model_len, self._num_draft_tokens
-        record = Record(request, *began, *sizes, eos_token_ids=self._eos_token_ids, numerics=self._numerics)
-        self._live[request.request_id] = record
+        self._live[request.request_id] = record = Record(request, self._replica, self._clock(), *self._of_engine)
         return record
 
     def handed_off(self, request_id: str, prefilled_by: str) -> None:

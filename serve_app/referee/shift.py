@@ -36,11 +36,6 @@ class Move(NamedTuple):
     log_odds: float
     nats: float
 
-    @classmethod
-    def between(cls, served: float, replayed: float) -> "Move":
-        """Compare one token's two logprobs."""
-        return cls(move_of_log_odds(served, replayed), counted_nats(served, replayed))
-
 
 def move_of_log_odds(served: float, replayed: float) -> float:
     """Return how far the log odds of a replayed logprob are above those of the served one, nats, within +-10. What is
@@ -71,7 +66,10 @@ def moves_of(tokens: Sequence[int], served: Sequence[float | None], replayed: Se
     moves: list[Move | None] = []
     pairs = list(zip(served, replayed, strict=False))
     for context, (own, again) in zip(contexts_of(tokens, len(pairs)), pairs, strict=True):
-        moves.append(None if own is None or context in seen else Move.between(own, again))
+        if own is None or context in seen:
+            moves.append(None)
+        else:
+            moves.append(Move(move_of_log_odds(own, again), counted_nats(own, again)))
         seen.add(context)
     return moves
 

@@ -1,5 +1,6 @@
 """Servers with known faults, by the drafter with which each shows, and the audit of one from outside."""
 
+import asyncio
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -64,4 +65,4 @@ def audit_faulty(
     referee = RefereeOptions(tolerance=Tolerance.against_float32("float32"))
     with server.running() as url:
         options = AuditOptions(url, requests=requests, only=only, publishing_s=_PUBLISHING_S)
-        return run_audit(options, referee, ReplayerOptions(folder, threads=1))
+        return asyncio.run(run_audit(options, referee, ReplayerOptions(folder, threads=1)))

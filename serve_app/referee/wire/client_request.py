@@ -42,6 +42,9 @@ _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 _LOGPROBS = "message.output_text.logprobs"
 
 
+ToolUse = Literal["none", "auto", "required", "named"]
+
+
 class Unclear(Exception):
     """A prompt that cannot be made again from its request alone."""
 
@@ -67,10 +70,10 @@ class ClientRequest:
         return self.body.get("n") or 1
 
     @property
-    def num_prompts(self) -> int:
-        """Return the prompts."""
+    def prompts(self) -> list[Any]:
+        """Return the prompts, as texts or ids; a chat has one."""
         prompt = None if self.is_chat else self.body["prompt"]
-        return len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
+        return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
 
     @property
     def demands(self) -> Demands:
@@ -89,7 +92,7 @@ class ClientRequest:
         grammar = outputs.get("grammar") or self.body.get("guided_grammar")
         return self.demands.structure if grammar is None else ("grammar", grammar)
 
-    def chat_prompt(self, use: Literal["none", "auto", "required", "named"]) -> ChatPrompt:
+    def chat_prompt(self, use: ToolUse) -> ChatPrompt:
         """Return the conversation as parsers of answers know it. use: of the tools."""
         tools, choice = tuple(map(_tool, self.body.get("tools") or ())), self.body.get("tool_choice")
         function = choice["function"]["name"] if isinstance(choice, dict) else ""
@@ -158,10 +161,7 @@ class ClientRequest:
             return True
 
     def _plain(self, number: int) -> Sequence[int]:
-        prompt = self.body["prompt"]
-        if isinstance(prompt, list) and not isinstance(prompt[0], int):
-            prompt = prompt[number]
-        special = self.body.get("add_special_tokens") is not False
+        prompt, special = self.prompts[number], self.body.get("add_special_tokens") is not False
         return self.tokenizer.encode(prompt, special=special) if isinstance(prompt, str) else prompt
 
     def _conversation(self) -> Iterator[Sequence[int]]:

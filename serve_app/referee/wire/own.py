@@ -9,14 +9,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from serve_app.backends.base import ModelInfo, Parsers, Reading
 from serve_app.referee.alternatives import Alternatives
 from serve_app.referee.answer import Answer
 from serve_app.referee.records import Record
 from serve_app.referee.wire.calls import lost_part, value_of
-from serve_app.referee.wire.client_request import ClientRequest, engine_fields
+from serve_app.referee.wire.client_request import ClientRequest, ToolUse, engine_fields
 from serve_app.referee.wire.demands import Made
 from serve_app.referee.wire.exchange import CHAT, COMPLETIONS, GENERATE, RESPONSES, Exchange
 from serve_app.referee.wire.reply import Choice, Json, Reply, read_reply
@@ -48,7 +48,6 @@ class _End(NamedTuple):
     num: int
     reason: str
     stop: str | int | None
-    searched_from: int  # characters at the beginning in which no stop string counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,9 @@ class _Comparison:
         self._exchange, self._sent, self._asked, self._traces = exchange, sent, asked, traces
         self._tokenizer, self._model = asked.tokenizer, asked.model
         self._body, self._demands = asked.body, asked.demands
-        self._use = _use_of_tools(self._body) if asked.is_chat else "none"
+        choice: Any = self._body.get("tool_choice") or "auto"
+        has_tools = asked.is_chat and bool(self._body.get("tools"))
+        self._use: ToolUse = "none" if not has_tools else "named" if isinstance(choice, dict) else choice
         reads = parsers is not None and (parsers.reads_reasoning or (parsers.reads_tools and self._use == "auto"))
         self._reads_calls = parsers is not None and parsers.reads_tools
         self._reading: Reading | None = None
@@ -149,7 +150,7 @@ class _Comparison:
 
     def _of_reply(self, reply: Reply) -> Facts:
         asked, head = self._asked, reply.head
-        indices = range(asked.num_choices * asked.num_prompts)
+        indices = range(asked.num_choices * len(asked.prompts))
         yield (
             "the number of choices",
             [reply.choices[one].wire.get("index") for one in sorted(reply.choices)],
@@ -365,11 +366,9 @@ class _Comparison:
 
     def _echoed(self, index: int) -> str:
         """The text of the prompt that stands before a choice's own; "" = none does."""
-        prompt = self._body.get("prompt")
         if not self._body.get("echo"):
             return ""
-        if isinstance(prompt, list) and not isinstance(prompt[0], int):
-            prompt = prompt[index // self._asked.num_choices]
+        prompt = self._asked.prompts[index // self._asked.num_choices]
         if isinstance(prompt, str) and self._body.get("truncate_prompt_tokens") is None:
             return prompt
         return self._tokenizer.decode(self._traces[index].request.prompt_token_ids, skip_special=False)
@@ -377,7 +376,7 @@ class _Comparison:
     def _end(self, trace: Record) -> _End:
         """Return what a choice says and how it ends, by its tokens alone."""
         if self._asked.budget == 0:
-            return _End("", [], 0, "length", None, 0)
+            return _End("", [], 0, "length", None)
         body, ids, params, shown = self._body, trace.token_ids, trace.request.params, self._shown
         stops, includes = self._demands.stops, bool(body.get("include_stop_str_in_output"))
         ends = {*(body.get("stop_token_ids") or ()), *(() if body.get("ignore_eos") else self._model.eos_token_ids)}
@@ -390,11 +389,11 @@ class _Comparison:
         if not found:
             own = self._tokenizer.eos_token_id if not body.get("ignore_eos") else None
             token = ids[-1] if ended and ids[-1] != own else None
-            return _End(whole, texts, len(ids), "stop" if ended else "length", token, start)
+            return _End(whole, texts, len(ids), "stop" if ended else "length", token)
         last, at, stop = min(found)
         before = accumulate(map(len, texts))
         num = next((number for number, size in enumerate(before, start=1) if size >= last), len(ids))
-        return _End(whole[: last if includes else at], texts[:num], num, "stop", stop, start)
+        return _End(whole[: last if includes else at], texts[:num], num, "stop", stop)
 
     @property
     def _shown(self) -> Sequence[str] | None:
@@ -461,11 +460,6 @@ def _is_told(text: str, content: str, reasoning: str, mark: str, called: bool) -
     waiting = iter(rest)
     is_there = all(one in waiting for one in content.strip()) if called else content.strip() in rest
     return at >= 0 and is_there
-
-
-def _use_of_tools(body: Json) -> Literal["none", "auto", "required", "named"]:
-    choice: Any = body.get("tool_choice") or "auto"
-    return "none" if not body.get("tools") else "named" if isinstance(choice, dict) else choice
 
 
 def _by_id(beside: Alternatives) -> dict[str, float | None]:

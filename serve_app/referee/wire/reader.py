@@ -15,7 +15,7 @@ from serve_app.referee.strata import WATCHED_LENGTHS, WATCHED_POSITIONS, shared
 from serve_app.referee.wire.alternatives import AlternativesReader
 from serve_app.referee.wire.demands import CHANGES_CHOICES, Demands, Made, counts_all
 from serve_app.referee.wire.exchange import CHAT, COMPLETIONS, Exchange
-from serve_app.referee.wire.reply import Choice, Json, Reply, Unreadable, read_reply
+from serve_app.referee.wire.reply import Choice, Json, Reply, Unreadable, read_object, read_reply
 from serve_app.referee.wire.sampling import Sampled, sampled_as
 from serve_app.referee.wire.vendors import FALLBACK, Vendor, vendor_of
 from serve_app.text.tokenizer import Tokenizer
@@ -82,7 +82,7 @@ class ExchangeReader:
     def answers(self, exchange: Exchange) -> list[Answer]:
         """The answers of an exchange, in the order of its choices. Raises Unreadable: it cannot be computed again; the
         message says why."""
-        body, reply = _body(exchange.request), read_reply(exchange)
+        body, reply = read_object(exchange.request, "the request is not a JSON object"), read_reply(exchange)
         vendor = vendor_of((exchange.dialect or FALLBACK) if self.dialect == "auto" else self.dialect)
         is_chat = exchange.path == CHAT
         sampled = self._warm(sampled_as(vendor, self._generation, self.defaults, body, is_chat=is_chat))
@@ -306,16 +306,6 @@ def _is_number(num_tokens: int, answers: Sequence[tuple[Choice, _Tokens]]) -> bo
     known = sum(len(tokens.ids) for _, tokens in answers)
     ended = sum(choice.finish_reason == "stop" for choice, _ in answers)
     return known - ended <= num_tokens <= known
-
-
-def _body(request: bytes) -> Json:
-    try:
-        body = json.loads(request)
-    except (ValueError, RecursionError) as error:
-        raise Unreadable("the request is not JSON") from error
-    if not isinstance(body, dict):
-        raise Unreadable("the request is not a JSON object")
-    return body
 
 
 def _as_text(message: Any, between: str) -> Json:

@@ -222,24 +222,24 @@ class EventReader:
         for line in lines:
             content = line.removeprefix(b"data:").strip()
             if line.startswith(b"data:") and content != _DONE:
-                yield _object(content)
+                yield read_object(content)
 
 
-def _object(data: bytes) -> Json:
-    """A JSON object. Raises Unreadable: it is none."""
+def read_object(data: bytes, otherwise: str = _NO_COMPLETION) -> Json:
+    """A JSON object. Raises Unreadable, which says what to say otherwise: it is none."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise Unreadable(_NO_COMPLETION) from error
+        raise Unreadable(otherwise) from error
     if not isinstance(found, dict):
-        raise Unreadable(_NO_COMPLETION)
+        raise Unreadable(otherwise)
     return found
 
 
 def read_reply(exchange: Exchange) -> Reply:
     """The whole reply of an exchange. Raises Unreadable: it is no completion, or the stream ended early."""
     reply = Reply(is_chat=exchange.path in (CHAT, RESPONSES))
-    parts = [*EventReader().push(exchange.reply + b"\n")] if exchange.streamed else [_object(exchange.reply)]
+    parts = [*EventReader().push(exchange.reply + b"\n")] if exchange.streamed else [read_object(exchange.reply)]
     if any(part.get("error") for part in parts):
         raise Unreadable("the server reported an error in the stream")
     if exchange.path == RESPONSES:
