@@ -124,20 +124,9 @@ def test_a_file_that_cannot_be_written_is_reported_before_the_work(
 
 @pytest.mark.parametrize(
     "line",
-    [
-        "--help",
-        "serve --help",
-        "demo --help",
-        "watch proxy --help",
-        "batch --help",
-        "serve no.yaml",
-        "demo --config no.yaml",
-    ]
-    + [
-        f"{command} {file}"
-        for command in ("serve", "config check", "config show")
-        for file in ("bad.yaml", "list.yaml")
-    ],
+    [f"{command} --help".strip() for command in ("", "serve", "demo", "watch proxy", "batch")]
+    + ["serve no.yaml", "demo --config no.yaml"]
+    + [f"{command} {file}.yaml" for command in ("serve", "config check", "config show") for file in ("bad", "list")],
 )
 def test_a_first_line_waits_for_no_large_library(line: str, tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("a: [")

@@ -78,12 +78,8 @@ def test_engines_are_asked_in_turn_on_the_same_prompts_and_seeds(
 ) -> None:
     found, asked, _ = run_fakes(monkeypatch, tmp_path, {"fake/a": {}, "fake/b": {}})
     assert asked == ["fake/a 0", "fake/b 0", "fake/a 1", "fake/b 1", "fake/a 2", "fake/b 2"]
-    assert [(sample.engine, sample.round) for sample in found.samples] == [
-        ("fake/a", 0),
-        ("fake/b", 0),
-        ("fake/a", 1),
-        ("fake/b", 1),
-    ], "the warm-up counts for nothing"
+    kept = [f"{sample.engine} {sample.round}" for sample in found.samples]
+    assert kept == ["fake/a 0", "fake/b 0", "fake/a 1", "fake/b 1"], "the warm-up counts for nothing"
     assert all(sample.reported["memory"]["peak_mib"] > 1 for sample in found.samples)
 
 

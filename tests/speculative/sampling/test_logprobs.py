@@ -113,14 +113,6 @@ def test_scored_values_are_those_of_every_other_report(answers_of: dict[str, dic
                 assert entry.rank == 1 + sum(value > entry.logprob for value in scored.values())
 
 
-@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-def test_scores_of_all_tokens_are_a_distribution(answers_of: dict[str, dict[str, Answer]], mode: str) -> None:
-    for name, answer in answers_of[mode].items():
-        if PARAMS[name].logprob_token_ids == EVERY_ID:
-            for entry in answer.logprobs:
-                assert math.isclose(sum(math.exp(value) for _, value in entry.scored), 1, abs_tol=1e-4)
-
-
 def test_tokens_that_are_masked_score_minus_infinity_in_processed_modes_only(
     answers_of: dict[str, dict[str, Answer]],
 ) -> None:
