@@ -34,37 +34,12 @@ from serve_app.backends.base import (
     precision_of,
     replayed,
 )
+from serve_app.backends.vllm_parts import checkpoint, settings
 from serve_app.backends.vllm_parts.adapters import Adapters, read_adapters
-from serve_app.backends.vllm_parts.checkpoint import (
-    came_quantized,
-    check_lm_head,
-    check_rotary,
-    check_same_model,
-    eos_token_ids,
-    folder_fingerprint,
-    most_tokens,
-    neutral_overrides,
-    why_not_ours,
-)
 from serve_app.backends.vllm_parts.deltas import GAVE_UP, DeltaReader, prompt_logprobs, queue_s, scored
 from serve_app.backends.vllm_parts.replay_room import needs_of, no_room, vllms_share
 from serve_app.backends.vllm_parts.scratch import Scratch
-from serve_app.backends.vllm_parts.settings import (
-    LEASE_S,
-    SHARE,
-    TERMS,
-    TESTED,
-    VllmSettings,
-    check_build,
-    check_known,
-    draws_drafts,
-    engine_arguments,
-    faults_of,
-    installed_version,
-    is_tested,
-    ranks_of,
-    scheduler_terms,
-)
+from serve_app.backends.vllm_parts.settings import LEASE_S, SHARE, TERMS, TESTED, VllmSettings
 from serve_app.backends.vllm_parts.vllm_handoff import Readings, VllmManifest, pack, source_of, unpack
 from speculative.errors import ConfigError, EngineFault, HandoffRefused, InvalidRequest
 from speculative.model.head_checkpoint import held_out_rates
@@ -138,8 +113,8 @@ class VllmBackend:
 
     async def start(self) -> ModelInfo:
         """Start vLLM's process, and wait until it has loaded the model."""
-        version = installed_version(allow_untested=self._settings.allow_untested)
-        if not is_tested(version):
+        version = settings.installed_version(allow_untested=self._settings.allow_untested)
+        if not settings.is_tested(version):
             _logger.warning(
                 "vLLM %s has not been tested for known faults (%s was): all workarounds stay on, every step is "
                 "checked.",
@@ -152,10 +127,12 @@ class VllmBackend:
             os.environ.setdefault(name, value)
         with naming("model.source"):
             self._folder = await asyncio.to_thread(resolve_model, self._source)
-            check_rotary(self._folder)
-            await asyncio.to_thread(check_lm_head, self._folder)
-            self._ends = eos_token_ids(self._folder)
-        self._device, self._device_bytes = await asyncio.to_thread(_device, ranks_of(self._settings.engine_args).by_ray)
+            checkpoint.check_rotary(self._folder)
+            await asyncio.to_thread(checkpoint.check_lm_head, self._folder)
+            self._ends = checkpoint.eos_token_ids(self._folder)
+        self._device, self._device_bytes = await asyncio.to_thread(
+            _device, settings.ranks_of(self._settings.engine_args).by_ray
+        )
         if self._replayer is not None:
             await asyncio.to_thread(self._make_room_for_replays)
         drafter = self._settings.engine.drafter
@@ -187,7 +164,7 @@ class VllmBackend:
         if self._replayer is not None:  # the referee may be able to make this vLLM's draws again
             self._keeps_draws = all(await self._llm.collective_rpc("draws_can_be_repeated"))
         if self._watches:
-            watched = (self._settings.self_check_sample_rate, draws_drafts(drafter))
+            watched = (self._settings.self_check_sample_rate, settings.draws_drafts(drafter))
             await self._llm.collective_rpc("watch_sampler", args=watched)
             self._spawn(self._take_terms_forever())
         parallel, cache = self._llm.vllm_config.parallel_config, self._llm.vllm_config.cache_config
@@ -215,7 +192,7 @@ class VllmBackend:
             ConfigError: our engine has no room, and must replay.
         """
         arguments, why_not = self._settings.engine_args, None
-        if self._only_known and (unlike := why_not_ours(self._folder, arguments)):
+        if self._only_known and (unlike := checkpoint.why_not_ours(self._folder, arguments)):
             why_not = f"our own engine does not compute what this vLLM does ({unlike})"
         elif self._device_bytes:
             needs = needs_of(self._folder, self._settings.engine, arguments)
@@ -347,15 +324,15 @@ class VllmBackend:
         """Check new weights; vLLM reads them at the switch. Without a drafter's among them, the configured one's."""
         with naming("path"):
             folder = await asyncio.to_thread(resolve_model, source)
-            check_same_model(folder, self._folder)
-            await asyncio.to_thread(check_lm_head, folder)
+            checkpoint.check_same_model(folder, self._folder)
+            await asyncio.to_thread(checkpoint.check_lm_head, folder)
         head = await self._drafter_with(folder, drafter)
         await asyncio.to_thread(self._adapters.check_unchanged)
         if self._replayer is not None:
             await self._replayer.load_weights(source)
-        fingerprint = head_fingerprint = await asyncio.to_thread(folder_fingerprint, folder)
+        fingerprint = head_fingerprint = await asyncio.to_thread(checkpoint.folder_fingerprint, folder)
         if head != folder:
-            head_fingerprint = "" if head is None else await asyncio.to_thread(folder_fingerprint, head)
+            head_fingerprint = "" if head is None else await asyncio.to_thread(checkpoint.folder_fingerprint, head)
         self._loaded = folder, head, head_fingerprint
         return self._adapters.with_model(fingerprint)
 
@@ -373,7 +350,7 @@ class VllmBackend:
             raise ConfigError(f"drafter.kind {kind} has no weights, but an update names some ({named}).")
         with naming("drafter_path"):
             head = await asyncio.to_thread(resolve_model, named, SHIPPED_HEADS)
-            check_same_model(head, configured)
+            checkpoint.check_same_model(head, configured)
         return head
 
     async def switch_weights(self, version: str) -> ModelInfo:
@@ -392,8 +369,8 @@ class VllmBackend:
                 self._drafter_fingerprint = head_fingerprint
             await self._load_adapters()
             await self._forget()
-            self._fingerprint = await asyncio.to_thread(folder_fingerprint, folder)
-            self._came_quantized = came_quantized(folder)
+            self._fingerprint = await asyncio.to_thread(checkpoint.folder_fingerprint, folder)
+            self._came_quantized = checkpoint.came_quantized(folder)
             self._manifest = dataclasses.replace(
                 self._manifest, fingerprint=self._fingerprint, drafter=self._drafter_identity
             )
@@ -697,7 +674,7 @@ class VllmBackend:
         why = "vLLM rounds by the size of the batch"
         if self._speculates:
             why += ", and what a seed gives depends on where its drafts end"
-        version = installed_version()
+        version = settings.installed_version()
         name = f"vllm {version} {self._settings.engine.dtype}"
         return Computing(unrepeatable=why, couples_seeds=False, name=name, device=self._device, numerics=self._numerics)
 
@@ -712,13 +689,13 @@ class VllmBackend:
         return int(self._llm.model_config.max_model_len) - 1
 
     def _identify(self) -> None:
-        self._fingerprint = folder_fingerprint(self._folder)
-        self._came_quantized = came_quantized(self._folder)
+        self._fingerprint = checkpoint.folder_fingerprint(self._folder)
+        self._came_quantized = checkpoint.came_quantized(self._folder)
         self._drafter_fingerprint = ""
         if self._drafter_folder == self._folder:  # an MTP module in the model's own checkpoint
             self._drafter_fingerprint = self._fingerprint
         elif self._drafter_folder is not None:
-            self._drafter_fingerprint = folder_fingerprint(self._drafter_folder)
+            self._drafter_fingerprint = checkpoint.folder_fingerprint(self._drafter_folder)
 
     def _start_engine(self) -> Any:
         """vLLM is imported only here, so that everything else works without it."""
@@ -732,19 +709,19 @@ class VllmBackend:
         self._params = params
         self._client_error, self._server_error = (VLLMClientError, ValueError), VLLMServerError
         config, cpu = self._settings.engine, current_platform.is_cpu()
-        self._faults = faults_of(cpu=cpu)
+        self._faults = settings.faults_of(cpu=cpu)
         hidden = os.environ.get(current_platform.device_control_env_var) == ""
-        check_build(self._settings, cpu=cpu, ray=bool(current_platform.ray_device_key), hidden=hidden)
-        arguments = engine_arguments(
+        settings.check_build(self._settings, cpu=cpu, ray=bool(current_platform.ray_device_key), hidden=hidden)
+        arguments = settings.engine_arguments(
             self._settings,
             str(self._folder),
             None if self._drafter_folder is None else str(self._drafter_folder),
-            most_tokens=most_tokens(self._folder, config.max_model_len),
+            most_tokens=checkpoint.most_tokens(self._folder, config.max_model_len),
         )
         arguments |= self._adapters.arguments(self._settings.engine_args)
-        arguments |= neutral_overrides(self._folder, self._settings.engine_args)
-        check_known(arguments, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
-        arguments["additional_config"] = {TERMS: scheduler_terms(config.drafter, self._faults, self._held_out)}
+        arguments |= checkpoint.neutral_overrides(self._folder, self._settings.engine_args)
+        settings.check_known(arguments, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
+        arguments["additional_config"] = {TERMS: settings.scheduler_terms(config.drafter, self._faults, self._held_out)}
         if self._pulls:
             from vllm.utils.network_utils import get_ip, get_open_port
 
