@@ -18,16 +18,9 @@ HEALTH = ("/healthz", "/health", "/ping")
 """One route by three names: Kubernetes', vLLM's, and SageMaker's, which vLLM has, too."""
 
 TRAINER = (
-    "/init_weight_transfer_engine",
-    "/start_weight_update",
-    "/update_weights",
-    "/finish_weight_update",
-    "/weight_info",
-    "/reset_prefix_cache",
-    "/pause",
-    "/resume",
-    "/is_paused",
-)
+    "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update", "/weight_info",
+    "/reset_prefix_cache", "/pause", "/resume", "/is_paused",
+)  # fmt: skip
 """The routes by which a trainer that knows vLLM's server updates weights."""
 
 _CLOSED = (

@@ -25,13 +25,8 @@ def changed_tree(folder: Path, files: Mapping[str, str]) -> Path:
 def run_in(tree: Path, program: str) -> str:
     """Run a program that imports the product from there; returns its output."""
     done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tree,
-        env={**os.environ, "PYTHONPATH": str(tree)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+        [sys.executable, "-c", program], cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}, capture_output=True,
+        text=True, check=False, timeout=300,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -28,14 +28,9 @@ NGRAM = DrafterConfig(kind="ngram", num_draft_tokens=4, ngram_max=4, ngram_min=1
 def settings(**changes: Any) -> EngineConfig:
     """Float32 on the CPU, small blocks, drafts wherever a token was seen before."""
     small = {
-        "dtype": "float32",
-        "device": "cpu",
-        "max_num_seqs": 8,
-        "max_batched_tokens": 64,
-        "kv_cache_tokens": 1024,
-        "block_size": 4,
-        "drafter": NGRAM,
-    }
+        "dtype": "float32", "device": "cpu", "max_num_seqs": 8, "max_batched_tokens": 64, "kv_cache_tokens": 1024,
+        "block_size": 4, "drafter": NGRAM,
+    }  # fmt: skip
     return EngineConfig(**{**small, **changes})  # type: ignore[arg-type]
 
 
@@ -72,19 +67,10 @@ def markov_decoder(next_token: Tensor | Sequence[int], *, eos: tuple[int, ...] =
         table = functional.one_hot(table, len(table)).float()
     vocab_size = len(table)
     config = ModelConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=vocab_size,
-        hidden_size=vocab_size,
-        intermediate_size=2,
-        num_layers=num_layers,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=2,
-        rms_norm_eps=1e-12,
-        rope_theta=10000.0,
-        max_position_embeddings=512,
-        eos_token_ids=eos,
-    )
+        architecture="LlamaForCausalLM", vocab_size=vocab_size, hidden_size=vocab_size, intermediate_size=2,
+        num_layers=num_layers, num_heads=1, num_kv_heads=1, head_dim=2, rms_norm_eps=1e-12, rope_theta=10000.0,
+        max_position_embeddings=512, eos_token_ids=eos,
+    )  # fmt: skip
     decoder = Decoder(config, dtype=torch.float32, device=torch.device("cpu"))
     for name, parameter in decoder.named_parameters():
         parameter.fill_(1.0 if "norm" in name else 0.0)

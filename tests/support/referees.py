@@ -272,18 +272,10 @@ def _no(*_: object) -> None:
 def record_of(request_id: str, began_at: float = 10.0, replica: str = "r1", **changes: Any) -> Record:
     """The record of a replica that drafts at most four tokens in a round."""
     fields: dict[str, Any] = {
-        "request": Request(request_id, (1, 2, 3)),
-        "replica": replica,
-        "prefilled_by": "",
-        "began_at": began_at,
-        "max_model_len": 64,
-        "num_draft_tokens": 4,
-        "token_ids": (4, 5),
-        "logprobs": (-1.0, -2.0),
-        "kinds": (TokenKind.FIRST, TokenKind.BONUS),
-        "rounds_since_handoff": (None, None),
-        "preempted": (False, False),
-    }
+        "request": Request(request_id, (1, 2, 3)), "replica": replica, "prefilled_by": "", "began_at": began_at,
+        "max_model_len": 64, "num_draft_tokens": 4, "token_ids": (4, 5), "logprobs": (-1.0, -2.0),
+        "kinds": (TokenKind.FIRST, TokenKind.BONUS), "rounds_since_handoff": (None, None), "preempted": (False, False),
+    }  # fmt: skip
     fields |= changes
     first = fields["prefilled_by"] or fields["replica"]  # the first token is what a prefill emits
     fields.setdefault("made_by", (first, *[fields["replica"]] * (len(fields["token_ids"]) - 1)))

@@ -17,14 +17,9 @@ from tests.support.backend_conformance import serving
 from tools.train_head.head import initial_head, save_head
 
 CONFIG = EngineConfig(
-    dtype="float32",
-    device="cpu",
-    max_model_len=400,
-    max_num_seqs=4,
-    max_batched_tokens=64,
-    kv_cache_tokens=4096,
+    dtype="float32", device="cpu", max_model_len=400, max_num_seqs=4, max_batched_tokens=64, kv_cache_tokens=4096,
     block_size=32,
-)
+)  # fmt: skip
 TARGET = {"num_hidden_layers": 4, "hidden_size": 128, "head_dim": 32, "max_position_embeddings": 512}
 
 

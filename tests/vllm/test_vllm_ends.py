@@ -25,14 +25,9 @@ from tests.support.vllm_installed import NEEDS_VLLM
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.asyncio(loop_scope="module")]
 CONFIG = EngineConfig(
-    dtype="float32",
-    device="cpu",
-    max_model_len=200,
-    max_num_seqs=4,
-    kv_cache_tokens=1024,
-    block_size=32,
+    dtype="float32", device="cpu", max_model_len=200, max_num_seqs=4, kv_cache_tokens=1024, block_size=32,
     drafter=DrafterConfig(kind="none"),
-)
+)  # fmt: skip
 OF_GENERATION, OF_CONFIG, OF_TOKENIZER, PLAIN_TOKEN = 5, 0, 2, 7
 ENDS = (OF_GENERATION, OF_CONFIG, OF_TOKENIZER)
 

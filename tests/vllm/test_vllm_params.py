@@ -23,23 +23,10 @@ def reported(params: SamplingParams, emitted: tuple[int, ...] = (), room: int = 
 
 def test_every_parameter_reaches_vllm() -> None:
     params = SamplingParams(
-        max_tokens=30,
-        min_tokens=4,
-        temperature=0.7,
-        top_k=40,
-        top_p=0.9,
-        min_p=0.05,
-        presence_penalty=0.5,
-        frequency_penalty=-0.5,
-        repetition_penalty=1.2,
-        logit_bias=((7, 2.0),),
-        bad_words=((3,), (4, 5)),
-        allowed_token_ids=(1, 2, 7),
-        stop_token_ids=(9,),
-        ignore_eos=True,
-        logprobs=3,
-        prompt_logprobs=1,
-    )
+        max_tokens=30, min_tokens=4, temperature=0.7, top_k=40, top_p=0.9, min_p=0.05, presence_penalty=0.5,
+        frequency_penalty=-0.5, repetition_penalty=1.2, logit_bias=((7, 2.0),), bad_words=((3,), (4, 5)),
+        allowed_token_ids=(1, 2, 7), stop_token_ids=(9,), ignore_eos=True, logprobs=3, prompt_logprobs=1,
+    )  # fmt: skip
     got = reported(params)
     same = (
         *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "presence_penalty"),

@@ -14,13 +14,9 @@ pytestmark = NEEDS_VLLM
 BLOCK = 4
 LAYERS = ("layers.10", "layers.9", "drafter.layers.0")
 SOURCE = {
-    "remote_engine_id": "there",
-    "remote_request_id": "p-0123abcd",
-    "remote_block_ids": [[7, 2, 5]],
-    "remote_host": "192.0.2.1",
-    "remote_port": 5600,
-    "tp_size": 1,
-}
+    "remote_engine_id": "there", "remote_request_id": "p-0123abcd", "remote_block_ids": [[7, 2, 5]],
+    "remote_host": "192.0.2.1", "remote_port": 5600, "tp_size": 1,
+}  # fmt: skip
 
 
 def connector(**kv_cache: Any) -> Any:

@@ -34,13 +34,9 @@ from tests.support.vllm_installed import NEEDS_VLLM
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 TARGET = {
-    "num_hidden_layers": 2,
-    "hidden_size": 256,
-    "head_dim": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_hidden_layers": 2, "hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 512,
-}
+}  # fmt: skip
 HOT = SamplingParams(max_tokens=40, temperature=1, ignore_eos=True)
 
 

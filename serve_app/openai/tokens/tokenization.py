@@ -52,13 +52,9 @@ class TokenizeRequest(Wire):
 
 
 _OF_A_CONVERSATION = (
-    "messages",
-    "tools",
-    "chat_template_kwargs",
-    "add_generation_prompt",
-    "continue_final_message",
+    "messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
     "add_special_tokens",
-)
+)  # fmt: skip
 
 
 class DetokenizeRequest(Wire):

@@ -65,18 +65,10 @@ SUFFIX = {
 )
 def test_every_engine_setting_reaches_the_engine(drafter: dict[str, Any]) -> None:
     engine: dict[str, Any] = {
-        "dtype": "float32",
-        "device": "cpu",
-        "max_model_len": 100,
-        "max_num_seqs": 3,
-        "max_batched_tokens": 64,
-        "kv_cache_tokens": 256,
-        "block_size": 32,
-        "prefix_caching": False,
-        "logprobs_mode": "processed_logprobs",
-        "verifier": "coupled",
-        "self_check_sample_rate": 0.25,
-    }
+        "dtype": "float32", "device": "cpu", "max_model_len": 100, "max_num_seqs": 3, "max_batched_tokens": 64,
+        "kv_cache_tokens": 256, "block_size": 32, "prefix_caching": False, "logprobs_mode": "processed_logprobs",
+        "verifier": "coupled", "self_check_sample_rate": 0.25,
+    }  # fmt: skip
     config = parse_args(
         {
             "model": {"source": "models/tiny/"},

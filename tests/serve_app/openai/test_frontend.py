@@ -283,12 +283,6 @@ async def test_a_chat_stream_reports_the_role_first_and_usage_only_when_asked(to
     assert "".join(choice["delta"].get("content", "") for choice in said) == "one two three four"
 
 
-async def test_an_error_before_the_first_token_is_raised(tokenizer: Tokenizer) -> None:
-    source = DeltaSource(EngineOverloaded("full", 3.0))
-    with pytest.raises(EngineOverloaded):
-        await chunks_of(front_end(source, tokenizer), chat(stream=True))
-
-
 @pytest.mark.parametrize("error", [EngineFault("secret"), RuntimeError("secret"), RequestTimeout("too long")])
 async def test_a_later_error_ends_the_stream_with_an_error_event(tokenizer: Tokenizer, error: Exception) -> None:
     source = DeltaSource(run_of(tokenizer, "ab"), error)
@@ -464,10 +458,3 @@ def test_errors_have_their_status_also_after_a_journey(error: Exception, status:
         assert (reply.status, reply.code) == (status, code)
         assert "secret" not in reply.message
         assert reply.headers.get("retry-after") == {429: "3", 503: "1"}.get(status)
-
-
-def test_a_subclass_of_a_known_error_is_reported_like_it() -> None:
-    class Relayed(EngineOverloaded, RuntimeError):
-        """As a remote call wraps an exception."""
-
-    assert reply_for(Relayed("full")).status == 429

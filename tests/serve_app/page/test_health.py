@@ -17,14 +17,9 @@ from tests.serve_app.page.test_history import Watched
 
 MEANINGS = {alert.name.removeprefix("Truespec"): alert.means.replace("`", "") for alert in ALERTS}
 NAMES: dict[IncidentKind, list[str]] = {
-    "trip": [*TRIP_REASONS],
-    "canary": ["canary"],
-    "selfcheck": [*CHECKS],
-    "invariant": [*INVARIANTS],
-    "logprobs": [*LOGPROB_RULES],
-    "replay": [*REPLAY_ALARMS],
-    "independent": ["disagrees"],
-}
+    "trip": [*TRIP_REASONS], "canary": ["canary"], "selfcheck": [*CHECKS], "invariant": [*INVARIANTS],
+    "logprobs": [*LOGPROB_RULES], "replay": [*REPLAY_ALARMS], "independent": ["disagrees"],
+}  # fmt: skip
 
 
 class Service(Watched):

@@ -219,19 +219,11 @@ async def test_a_refused_handoff_is_a_failed_span_and_the_work_is_done_here(app:
 
 
 GENERATION = {
-    "gen_ai.operation.name": "text_completion",
-    "gen_ai.provider.name": "truespec",
-    "gen_ai.request.model": "fake",
-    "gen_ai.request.max_tokens": 12,
-    "gen_ai.request.temperature": 1.0,
-    "gen_ai.request.top_p": 1.0,
-    "gen_ai.request.seed": 1,
-    "gen_ai.response.model": "fake",
-    "gen_ai.response.finish_reasons": ["length"],
-    "gen_ai.usage.input_tokens": 2,
-    "gen_ai.usage.output_tokens": 12,
-    "gen_ai.usage.cache_read.input_tokens": 0,
-}
+    "gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "truespec", "gen_ai.request.model": "fake",
+    "gen_ai.request.max_tokens": 12, "gen_ai.request.temperature": 1.0, "gen_ai.request.top_p": 1.0,
+    "gen_ai.request.seed": 1, "gen_ai.response.model": "fake", "gen_ai.response.finish_reasons": ["length"],
+    "gen_ai.usage.input_tokens": 2, "gen_ai.usage.output_tokens": 12, "gen_ai.usage.cache_read.input_tokens": 0,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("stream", [False, True])

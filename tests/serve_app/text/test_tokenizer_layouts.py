@@ -21,13 +21,9 @@ CLASSES = (
     *("GPT2Tokenizer", "GemmaTokenizerFast", "NoSuchTokenizer"),
 )
 FLAGS: tuple[dict[str, Any], ...] = (
-    {},
-    {"legacy": True},
-    {"legacy": False, "add_prefix_space": True},
-    {"add_prefix_space": False},
-    {"add_bos_token": True, "add_eos_token": False},
-    {"add_bos_token": False, "add_eos_token": True},
-)
+    {}, {"legacy": True}, {"legacy": False, "add_prefix_space": True}, {"add_prefix_space": False},
+    {"add_bos_token": True, "add_eos_token": False}, {"add_bos_token": False, "add_eos_token": True},
+)  # fmt: skip
 
 
 def library(folder: Path) -> RawTokenizer:

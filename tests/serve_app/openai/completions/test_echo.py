@@ -58,13 +58,8 @@ async def test_every_choice_of_every_prompt_begins_with_its_own_prompt(tokenizer
 async def test_a_streamed_echo_adds_up_to_the_whole_one(tokenizer: Tokenizer) -> None:
     front, _, _ = fake_front_end(tokenizer)
     fields: dict[str, Any] = {
-        "prompt": [PROMPT, "one"],
-        "n": 2,
-        "max_tokens": 9,
-        "logprobs": 1,
-        "seed": 3,
-        "echo": True,
-    }
+        "prompt": [PROMPT, "one"], "n": 2, "max_tokens": 9, "logprobs": 1, "seed": 3, "echo": True,
+    }  # fmt: skip
     whole = (await reply_to(front, completion(**fields)))["choices"]
     texts, logprobs = [""] * 4, [[] for _ in range(4)]  # type: list[str], list[list[float]]
     for chunk in await chunks_of(front, completion(**fields, stream=True)):
