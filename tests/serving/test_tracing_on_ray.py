@@ -57,15 +57,9 @@ def test_spans_and_log_lines_of_a_request_lead_through_all_replicas(traced: Serv
     spans = collector.spans[TRACE]
     by_id = {span.span_id: name for name, span in spans.items()} | {PARENT: "the client"}
     assert {name: by_id[span.parent_id] for name, span in spans.items()} == {
-        REQUEST: "the client",
-        "prefill.call": REQUEST,
-        "queue": "prefill.call",
-        "prefill": "prefill.call",
-        "handoff": REQUEST,
-        "decode": REQUEST,
-        "replay.call": REQUEST,
-        "replay": "replay.call",
-    }
+        REQUEST: "the client", "prefill.call": REQUEST, "queue": "prefill.call", "prefill": "prefill.call",
+        "handoff": REQUEST, "decode": REQUEST, "replay.call": REQUEST, "replay": "replay.call",
+    }  # fmt: skip
     assert {(span.resource["service.name"], span.resource["truespec.model"]) for span in spans.values()} == {
         ("truespec", MODEL)
     }

@@ -216,13 +216,9 @@ def _fields(message: bytes) -> dict[int, list[bytes]]:
 def _refusal(code: int, path: str) -> tuple[int, Object]:
     reason = {404: "NotFound", 409: "AlreadyExists", 422: "Invalid"}[code]
     return code, {
-        "kind": "Status",
-        "apiVersion": "v1",
-        "status": "Failure",
-        "message": f"{path}: {reason}",
-        "reason": reason,
+        "kind": "Status", "apiVersion": "v1", "status": "Failure", "message": f"{path}: {reason}", "reason": reason,
         "code": code,
-    }
+    }  # fmt: skip
 
 
 @contextlib.contextmanager

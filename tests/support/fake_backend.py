@@ -81,14 +81,10 @@ class FakeBackend:
     def info(self) -> ModelInfo:
         config = self.config
         return ModelInfo(
-            model_name=config.model_name,
-            max_model_len=config.max_model_len,
-            vocab_size=config.vocab_size,
-            fingerprint=config.fingerprint,
-            folder=config.folder,
-            eos_token_ids=(config.eos_token_id,),
+            model_name=config.model_name, max_model_len=config.max_model_len, vocab_size=config.vocab_size,
+            fingerprint=config.fingerprint, folder=config.folder, eos_token_ids=(config.eos_token_id,),
             held_out_acceptance=((0.5, 0.4), (0.75,)),
-        )
+        )  # fmt: skip
 
     async def stop(self) -> None:
         """Let go; requests that still run are their callers' to close."""

@@ -76,13 +76,9 @@ class DeviceTensor(Tensor):
     @staticmethod
     def __new__(cls, held: Tensor) -> "DeviceTensor":
         return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
-            cls,
-            held.size(),
-            strides=held.stride(),
-            storage_offset=held.storage_offset(),
-            dtype=held.dtype,
+            cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype,
             device=DEVICE,
-        )
+        )  # fmt: skip
 
     def __init__(self, held: Tensor) -> None:
         self.held = held

@@ -25,19 +25,10 @@ def verify_input(
         for uniforms in (accept_uniforms, sample_uniforms)
     )
     return VerifyInput(
-        probs=probs,
-        draft_probs=draft_probs,
-        drafts=drafts,
-        packed=rows - entries,
-        entries=entries,
-        offsets=rows - first_rows[entries],
-        first_rows=first_rows,
-        counts=num_rows - 1,
-        accept_uniforms=accept_uniforms,
-        sample_uniforms=sample_uniforms,
-        seeds=rows,
-        positions=rows,
-    )
+        probs=probs, draft_probs=draft_probs, drafts=drafts, packed=rows - entries, entries=entries,
+        offsets=rows - first_rows[entries], first_rows=first_rows, counts=num_rows - 1, accept_uniforms=accept_uniforms,
+        sample_uniforms=sample_uniforms, seeds=rows, positions=rows,
+    )  # fmt: skip
 
 
 def rounds_of_one_draft(p: Tensor, q: Tensor, noise: torch.Generator, *, deterministic: bool) -> VerifyInput:

@@ -30,15 +30,11 @@ def connector(**kv_cache: Any) -> Any:
         kv_transfer_config=KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_producer", engine_id="here"),
         num_prefill_lookahead_tokens=0,
         parallel_config=SimpleNamespace(
-            data_parallel_index=0,
-            decode_context_parallel_size=1,
-            pipeline_parallel_size=1,
-            prefill_context_parallel_size=1,
-            rank=0,
-            tensor_parallel_size=1,
+            data_parallel_index=0, decode_context_parallel_size=1, pipeline_parallel_size=1,
+            prefill_context_parallel_size=1, rank=0, tensor_parallel_size=1,
         ),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),
-    )
+    )  # fmt: skip
     group = SimpleNamespace(layer_names=LAYERS, kv_cache_spec=SimpleNamespace(prefix_replay_tokens=0))
     groups = {
         "kv_cache_groups": [group],

@@ -55,11 +55,7 @@ def config(folder: Path, port: int) -> dict[str, Any]:
     args = {
         "model": {"source": str(folder), "name": MODEL},
         "engine": {
-            "kind": "vllm",
-            "dtype": "float32",
-            "max_model_len": 512,
-            "max_num_seqs": 4,
-            "kv_cache_tokens": 4096,
+            "kind": "vllm", "dtype": "float32", "max_model_len": 512, "max_num_seqs": 4, "kv_cache_tokens": 4096,
             "block_size": 32,
         },
         "vllm": {
@@ -70,7 +66,7 @@ def config(folder: Path, port: int) -> dict[str, Any]:
         "drafter": {"kind": "draft_model", "model": str(folder), "num_draft_tokens": 3},
         "pools": {"monolith": {"num_cpus": 1, "num_gpus": 2, "label_selector": {"has": "gpu"}}},
         "replay": {"sample_rate": 1.0},
-    }
+    }  # fmt: skip
     application = {"name": "ranks", "route_prefix": "/", "import_path": "serve_app.app:build_app", "args": args}
     http = {"host": "127.0.0.1", "port": port}
     return {"proxy_location": "HeadOnly", "http_options": http, "applications": [application]}

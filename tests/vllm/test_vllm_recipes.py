@@ -71,12 +71,8 @@ _GPT_OSS = {
     "max_position_embeddings": 131072,
     "rope_theta": 150000,
     "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "original_max_position_embeddings": 4096,
-        "truncate": False,
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "original_max_position_embeddings": 4096, "truncate": False,
     },
     "quantization_config": {
         "quant_method": "mxfp4",
@@ -87,7 +83,7 @@ _GPT_OSS = {
             "lm_head",
         ],
     },
-}
+}  # fmt: skip
 _DEEPSEEK = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
@@ -97,12 +93,7 @@ _DEEPSEEK = {
     "max_position_embeddings": 163840,
     "rope_theta": 10000,
     "rope_scaling": {
-        "type": "yarn",
-        "factor": 40,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
+        "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
         "original_max_position_embeddings": 4096,
     },
     "quantization_config": {
@@ -113,7 +104,7 @@ _DEEPSEEK = {
     },
     "torch_dtype": "bfloat16",
     "vocab_size": 129280,
-}
+}  # fmt: skip
 
 
 def _head(target: dict[str, Any], **layer: Any) -> dict[str, Any]:
