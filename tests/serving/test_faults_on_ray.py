@@ -77,12 +77,9 @@ def test_a_faulty_replica_falls_back_and_comes_back(
     faulty = with_fault(getattr(serve_app.app, case.deployment), case.fault, flag)
     monkeypatch.setattr(serve_app.app, case.deployment, faulty)
     args = app_args(
-        tiny_folder,
-        case.topology,
-        breaker={"cooldown_s": 1.0, "canary_requests": 3},
-        dumps={"folder": str(dumps)},
+        tiny_folder, case.topology, breaker={"cooldown_s": 1.0, "canary_requests": 3}, dumps={"folder": str(dumps)},
         admin=administered(tmp_path),
-    )
+    )  # fmt: skip
     with deployed(ray_port, f"faulty-{case.topology}", args) as service:
         with Load(service, body_of_load, clients=4) as load:
             wait_for(lambda: breaker_state(service) > 0, "the breaker's trip")

@@ -168,12 +168,9 @@ def test_acceptance_by_promql_is_the_engines_own(watched: Watched) -> None:
 def test_the_commands_of_the_runbooks_run(watched: Watched, command: str, tmp_path: Path) -> None:
     watched.load.stop()  # one of them switches speculation off
     values = {
-        "NAMESPACE": "",
-        "RELEASE": "app",
-        "HOST": watched.load.service.base_url,
-        "PROMETHEUS": watched.prometheus.url,
+        "NAMESPACE": "", "RELEASE": "app", "HOST": watched.load.service.base_url, "PROMETHEUS": watched.prometheus.url,
         "ADMIN_TOKEN": TOKEN,
-    }
+    }  # fmt: skip
     shown = run(command, tmp_path, values)
     rare = "logged" in command or " > 0" in command or "held_out" in command  # a tiny model has no head
     if not shown and not rare:

@@ -14,14 +14,11 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 POOLS = {
     "decode": {
         "autoscaling": {
-            "max_replicas": 2,
-            "target_running_share": 0.25,
-            "upscale_delay_s": 1.0,
-            "downscale_delay_s": 5.0,
+            "max_replicas": 2, "target_running_share": 0.25, "upscale_delay_s": 1.0, "downscale_delay_s": 5.0,
             "look_back_period_s": 4.0,
         }
     }
-}
+}  # fmt: skip
 
 
 def num_running(app: str) -> int:

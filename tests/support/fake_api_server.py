@@ -22,19 +22,15 @@ Object = dict[str, Any]
 
 KINDS = {
     "v1": {
-        "secrets": "Secret",
-        "configmaps": "ConfigMap",
-        "persistentvolumeclaims": "PersistentVolumeClaim",
-        "serviceaccounts": "ServiceAccount",
-        "pods": "Pod",
-        "events": "Event",
+        "secrets": "Secret", "configmaps": "ConfigMap", "persistentvolumeclaims": "PersistentVolumeClaim",
+        "serviceaccounts": "ServiceAccount", "pods": "Pod", "events": "Event",
     },
     "batch/v1": {"jobs": "Job"},
     "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy", "ingresses": "Ingress"},
     "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
     "ray.io/v1": {"rayservices": "RayService"},
     "monitoring.coreos.com/v1": {"podmonitors": "PodMonitor", "prometheusrules": "PrometheusRule"},
-}
+}  # fmt: skip
 
 
 @dataclass

@@ -27,12 +27,9 @@ MOST_DRAFTS = 3
 VERIFIERS = ("token_wise", "coupled")
 DRAFTERS = ("sampled", "likeliest", "runner-up")
 FILTERS: Mapping[str, Mapping[str, float]] = {
-    "nothing": {},
-    "top_k 1": {"top_k": 1},
-    "top_p 0.05": {"top_p": 0.05},
-    "Qwen's": {"top_k": 20, "top_p": 0.8},
+    "nothing": {}, "top_k 1": {"top_k": 1}, "top_p 0.05": {"top_p": 0.05}, "Qwen's": {"top_k": 20, "top_p": 0.8},
     "min_p 0.1": {"min_p": 0.1},
-}
+}  # fmt: skip
 SETTINGS = {
     f"{name} at {temperature}": replace(PLAIN, temperature=temperature, logprobs=0, **filters)  # type: ignore[arg-type]
     for temperature in (0.01, 0.05, 0.3, 0.7, 1.0, 1.5)

@@ -151,15 +151,11 @@ class Court:
 
 def served(number: int = 0, num_tokens: int = NUM_TOKENS, **changes: Any) -> Answer:
     fields: dict[str, Any] = {
-        "token_ids": tuple(range(100 * number, 100 * number + num_tokens)),
-        "logprobs": (-1.0,) * num_tokens,
+        "token_ids": tuple(range(100 * number, 100 * number + num_tokens)), "logprobs": (-1.0,) * num_tokens,
         "kinds": (TokenKind.FIRST,) + (TokenKind.ACCEPTED,) * (num_tokens - 1),
-        "rounds_since_handoff": (None, *range(num_tokens - 1)),
-        "preempted": (False,) * num_tokens,
-        "num_drafted": 30,
-        "prefilled_by": "p1",
-        "max_model_len": NUM_TOKENS + 6,
-    }
+        "rounds_since_handoff": (None, *range(num_tokens - 1)), "preempted": (False,) * num_tokens, "num_drafted": 30,
+        "prefilled_by": "p1", "max_model_len": NUM_TOKENS + 6,
+    }  # fmt: skip
     params = changes.pop("params", SamplingParams(temperature=1.0, max_tokens=NUM_TOKENS))
     request = Request(f"cmpl-{number}-0", (1, 2, 3), params)
     return recorded(request.request_id, **({"request": request} | fields | changes))

@@ -170,11 +170,8 @@ async def it_takes_as_many_tokens_as_it_says_and_no_more(trial: Trial) -> None:
 CHECKS = (
     each_token_has_its_raw_logprob_whatever_the_parameters,
     beside_each_token_it_gives_the_likeliest_and_those_that_are_named,
-    a_sampled_token_lies_where_its_parameters_place_it,
-    a_greedy_token_is_so_far_below_the_likeliest,
-    answers_that_are_right_are_verified_and_others_are_not,
-    requests_at_once_do_not_mix,
-    what_is_no_token_is_refused_and_the_next_is_computed,
-    it_takes_as_many_tokens_as_it_says_and_no_more,
-)
+    a_sampled_token_lies_where_its_parameters_place_it, a_greedy_token_is_so_far_below_the_likeliest,
+    answers_that_are_right_are_verified_and_others_are_not, requests_at_once_do_not_mix,
+    what_is_no_token_is_refused_and_the_next_is_computed, it_takes_as_many_tokens_as_it_says_and_no_more,
+)  # fmt: skip
 Check = Callable[[Trial], Coroutine[Any, Any, None]]

@@ -333,19 +333,11 @@ def edited_rows_of_no_numbers_stay_so(one: Arithmetic) -> None:
 # -- filters, noise and draws, by themselves --------------------------------------------------------------------------
 
 PARAMS = (
-    SamplingParams(),
-    SamplingParams(top_k=1),
-    SamplingParams(top_k=40, temperature=1.3),
-    SamplingParams(min_p=0.1),
-    SamplingParams(top_k=700),
-    SamplingParams(temperature=0),
-    SamplingParams(top_p=0.9),
-    SamplingParams(top_p=0.05, temperature=0.7),
-    SamplingParams(top_p=1e-6),
-    SamplingParams(top_p=0.999),
-    SamplingParams(top_k=50, top_p=0.8),
-    SamplingParams(min_p=0.01, top_k=30, top_p=0.7, temperature=1.5),
-)
+    SamplingParams(), SamplingParams(top_k=1), SamplingParams(top_k=40, temperature=1.3), SamplingParams(min_p=0.1),
+    SamplingParams(top_k=700), SamplingParams(temperature=0), SamplingParams(top_p=0.9),
+    SamplingParams(top_p=0.05, temperature=0.7), SamplingParams(top_p=1e-6), SamplingParams(top_p=0.999),
+    SamplingParams(top_k=50, top_p=0.8), SamplingParams(min_p=0.01, top_k=30, top_p=0.7, temperature=1.5),
+)  # fmt: skip
 NO_NUCLEUS = 6  # the first ones
 EDGE_MASS = 1e-4  # of tokens at a nucleus' edge, where the mass before them and top_p are the same to rounding
 
@@ -438,24 +430,12 @@ def the_q_of_rounds_is_torchs(one: Arithmetic) -> None:
 
 
 CHECKS: tuple[Callable[[Arithmetic], None], ...] = (
-    rows_are_judged_as_by_torch_with_filters_beside_rows_without,
-    every_mode_of_logprobs_is_torchs,
-    vocabularies_of_any_size_are_judged_as_by_torch,
-    half_precision_logits_are_read_as_they_are,
-    coupled_entries_are_judged_as_by_torch,
-    ties_at_the_edge_of_a_filter_stay,
-    rows_that_are_no_distribution_are_reported_and_harm_no_other,
-    a_q_that_is_no_distribution_is_reported,
-    the_one_token_that_is_left_is_drawn,
-    a_token_without_mass_is_never_drawn,
-    uniforms_meet_the_edges_of_equal_tokens,
-    emitted_tokens_follow_p_exactly,
-    edits_are_the_plain_ones,
-    edited_rows_of_no_numbers_stay_so,
-    filters_keep_the_tokens_that_torchs_keep,
-    filtered_rows_of_no_numbers_stay_so,
-    drafts_are_chosen_with_the_noise_of_their_tokens,
-    draws_are_torchs,
-    terms_are_torchs,
-    the_q_of_rounds_is_torchs,
-)
+    rows_are_judged_as_by_torch_with_filters_beside_rows_without, every_mode_of_logprobs_is_torchs,
+    vocabularies_of_any_size_are_judged_as_by_torch, half_precision_logits_are_read_as_they_are,
+    coupled_entries_are_judged_as_by_torch, ties_at_the_edge_of_a_filter_stay,
+    rows_that_are_no_distribution_are_reported_and_harm_no_other, a_q_that_is_no_distribution_is_reported,
+    the_one_token_that_is_left_is_drawn, a_token_without_mass_is_never_drawn, uniforms_meet_the_edges_of_equal_tokens,
+    emitted_tokens_follow_p_exactly, edits_are_the_plain_ones, edited_rows_of_no_numbers_stay_so,
+    filters_keep_the_tokens_that_torchs_keep, filtered_rows_of_no_numbers_stay_so,
+    drafts_are_chosen_with_the_noise_of_their_tokens, draws_are_torchs, terms_are_torchs, the_q_of_rounds_is_torchs,
+)  # fmt: skip

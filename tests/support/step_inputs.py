@@ -32,18 +32,10 @@ def input_of(lengths: list[int], counts: list[int], block_size: int, seed: int) 
     positions = np.concatenate([length + np.arange(count) for length, count in zip(lengths, counts, strict=True)])
     empty = np.empty(0, np.int64)
     return StepInput(
-        sequences=tuple(sequences),
-        block_size=block_size,
-        row_starts=starts,
-        input_ids=random.integers(0, VOCABULARY, len(positions)),
-        positions=positions,
-        verify_rows=empty,
-        verify_entries=empty,
-        offsets=empty,
-        drafts=empty,
-        sampled_entries=(),
-        draft_counts=empty,
-    )
+        sequences=tuple(sequences), block_size=block_size, row_starts=starts,
+        input_ids=random.integers(0, VOCABULARY, len(positions)), positions=positions, verify_rows=empty,
+        verify_entries=empty, offsets=empty, drafts=empty, sampled_entries=(), draft_counts=empty,
+    )  # fmt: skip
 
 
 class Twins:

@@ -19,18 +19,11 @@ CHAT_TEMPLATE = (
 )
 
 _COMMON: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "bos_token_id": 1,
-    "eos_token_id": EOS_TOKEN_ID,
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "bos_token_id": 1, "eos_token_id": EOS_TOKEN_ID,
     "pad_token_id": EOS_TOKEN_ID,
-}
+}  # fmt: skip
 _LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,

@@ -42,15 +42,10 @@ def torch_operators(kernels: ChosenKernels) -> GraphOperators:
     """Those for engines whose eager passes and host have these kernels."""
     vocabulary = CapturedVocabularyOps(torch_floors, kernels.host)
     return GraphOperators(
-        attend=lambda sizes: TorchAttend(sizes.block_size),
-        attend_packed=attend_packed,
-        prepare=lambda block_size, first: prepare_by(kernels.model),
-        layers=LayerOps(),
-        edit=torch_edit,
-        vocabulary=vocabulary,
-        sample_drafts=TorchDrafts(vocabulary),
-        judge=lambda mode: TorchJudge(vocabulary, mode),
-    )
+        attend=lambda sizes: TorchAttend(sizes.block_size), attend_packed=attend_packed,
+        prepare=lambda block_size, first: prepare_by(kernels.model), layers=LayerOps(), edit=torch_edit,
+        vocabulary=vocabulary, sample_drafts=TorchDrafts(vocabulary), judge=lambda mode: TorchJudge(vocabulary, mode),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

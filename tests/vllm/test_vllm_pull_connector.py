@@ -37,12 +37,9 @@ def connector(**kv_cache: Any) -> Any:
     )  # fmt: skip
     group = SimpleNamespace(layer_names=LAYERS, kv_cache_spec=SimpleNamespace(prefix_replay_tokens=0))
     groups = {
-        "kv_cache_groups": [group],
-        "transfer_groups": [group],
-        "has_mamba_layers": False,
-        "num_blocks": 10,
+        "kv_cache_groups": [group], "transfer_groups": [group], "has_mamba_layers": False, "num_blocks": 10,
         "select_transfer_block_ids": lambda block_ids: block_ids,
-    }
+    }  # fmt: skip
     return NixlConnector(config, KVConnectorRole.SCHEDULER, SimpleNamespace(**groups | kv_cache))
 
 
@@ -50,12 +47,9 @@ def request(name: str, **transfer: Any) -> Any:
     from vllm.v1.request import RequestStatus
 
     return SimpleNamespace(
-        request_id=name,
-        kv_transfer_params=transfer or None,
-        num_computed_tokens=10,
-        prompt_token_ids=list(range(10)),
+        request_id=name, kv_transfer_params=transfer or None, num_computed_tokens=10, prompt_token_ids=list(range(10)),
         status=RequestStatus.FINISHED_LENGTH_CAPPED,
-    )
+    )  # fmt: skip
 
 
 def report(one: Any, **order: Any) -> Any:

@@ -37,14 +37,11 @@ _LLAMA = {
     "max_position_embeddings": 131072,
     "rope_theta": 500000.0,
     "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
     "vocab_size": 128256,
-}
+}  # fmt: skip
 _QWEN = {
     **_LLAMA_LIKE,
     "architectures": ["Qwen3ForCausalLM"],

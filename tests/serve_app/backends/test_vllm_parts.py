@@ -186,11 +186,8 @@ def test_our_settings_become_vllms_and_cannot_be_overwritten() -> None:
     assert reported["tensor_parallel_size"] == 2 and reported["enforce_eager"] is True
     assert reported["async_scheduling"] is False and reported["kv_transfer_config"]["kv_connector"] == "CopyConnector"
     assert reported["speculative_config"] == {
-        "method": "ngram",
-        "num_speculative_tokens": 5,
-        "prompt_lookup_max": 6,
-        "prompt_lookup_min": 3,
-    }
+        "method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 6, "prompt_lookup_min": 3,
+    }  # fmt: skip
     known = {"distributed_executor_backend", "enforce_eager", "tensor_parallel_size", *settings.OWN_ARGUMENTS}
     assert reported.keys() <= known, "an argument that we set can be set by the file, too"
     assert reported["kv_transfer_config"]["kv_role"] == "kv_consumer"

@@ -71,13 +71,10 @@ def test_every_engine_setting_reaches_the_engine(drafter: dict[str, Any]) -> Non
     }  # fmt: skip
     config = parse_args(
         {
-            "model": {"source": "models/tiny/"},
-            "engine": engine,
-            "replay": {"sample_rate": 0.0},
-            "drafter": drafter,
+            "model": {"source": "models/tiny/"}, "engine": engine, "replay": {"sample_rate": 0.0}, "drafter": drafter,
             "pools": {"prefill": {"num_cpus": 3.5}, "decode": {"num_cpus": 0.5}},
         }
-    )
+    )  # fmt: skip
     expected = EngineConfig(**engine, num_threads=3, drafter=DrafterConfig(**drafter))
     assert config.engine_config("prefill") == expected
     assert config.engine_config("decode").num_threads == 1, "not 0"

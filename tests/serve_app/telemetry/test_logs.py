@@ -52,13 +52,10 @@ def test_a_json_line_has_time_level_logger_and_message(written: io.StringIO) -> 
     logging.getLogger("truespec.engine").handle(record)
     assert lines(written) == [
         {
-            "time": "2023-11-14T22:13:20.250000Z",
-            "level": "warning",
-            "logger": "truespec.engine",
-            "message": "block 7 is lost",
-            "replica": "app#DecodeServer#a1",
+            "time": "2023-11-14T22:13:20.250000Z", "level": "warning", "logger": "truespec.engine",
+            "message": "block 7 is lost", "replica": "app#DecodeServer#a1",
         }
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["truespec.x", "serve_app.http.routes", "speculative.kernels.bindings", "ray.serve"])
@@ -178,11 +175,8 @@ async def test_every_line_of_a_request_has_its_id(
     ours = [line for line in reported if line not in healthz]
     assert {(line["request_id"], line["trace_id"]) for line in ours} == {("r-1", TRACE)}
     assert {line["logger"] for line in ours} == {
-        "truespec.source",
-        "serve_app.http.request_ids",
-        "serve_app.http.routes",
-        "serve_app.openai.frontend",
-    }
+        "truespec.source", "serve_app.http.request_ids", "serve_app.http.routes", "serve_app.openai.frontend",
+    }  # fmt: skip
     (failed,) = [line for line in ours if "exception" in line]
     assert "Traceback" in failed["exception"] and EngineFault.__name__ in failed["exception"]
     last = ours[-1]

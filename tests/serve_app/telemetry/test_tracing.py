@@ -194,12 +194,9 @@ async def test_decode_adds_up_its_rounds(app: App, stream: bool) -> None:
     assert str(decode.pop("truespec.choice")) == prefill.pop("truespec.choice")
     # The first token is the prefill's. In the other eleven, a round of three has two accepted drafts, the last has one.
     assert decode == {
-        "truespec.rounds": 4,
-        "truespec.drafted_tokens": 12,
-        "truespec.accepted_tokens": 7,
-        "truespec.tokens": 11,
+        "truespec.rounds": 4, "truespec.drafted_tokens": 12, "truespec.accepted_tokens": 7, "truespec.tokens": 11,
         "truespec.finish_reason": "length",
-    }
+    }  # fmt: skip
     assert prefill == {"truespec.prompt_tokens": 2, "truespec.cached_tokens": 0}
     assert spans["handoff"].attributes["truespec.handoff_bytes"] > 0  # type: ignore[index,operator]
     ends = [spans[name].end_time or 0 for name in ("queue", "prefill", "prefill.call", "handoff", "decode")]
