@@ -62,18 +62,10 @@ PROMPT = "the quick brown fox jumps over the lazy dog, the quick brown fox"
 BODY = {"model": "tiny", "prompt": PROMPT, "max_tokens": 48, "ignore_eos": True, "seed": 7, "temperature": 0.8}
 BODY |= {"reproducible": False}
 RULES = {
-    "top_p": 0.95,
-    "top_k": 100,
-    "min_p": 0.001,
-    "presence_penalty": 0.5,
-    "frequency_penalty": 0.2,
-    "repetition_penalty": 1.1,
-    "logit_bias": {"40": 3.0},
-    "bad_words": ["the", "fox"],
-    "min_tokens": 8,
-    "ignore_eos": False,
-    "stop_token_ids": [77],
-}
+    "top_p": 0.95, "top_k": 100, "min_p": 0.001, "presence_penalty": 0.5, "frequency_penalty": 0.2,
+    "repetition_penalty": 1.1, "logit_bias": {"40": 3.0}, "bad_words": ["the", "fox"], "min_tokens": 8,
+    "ignore_eos": False, "stop_token_ids": [77],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -553,14 +545,9 @@ def test_the_tolerance_comes_from_the_engines_alone(sound: dict[str, Any], folde
 
 
 CLAIMS = {
-    "id": "cmpl-of-another",
-    "model": "GPT-9",
-    "created": 10**12,
-    "truespec": "9.9",
-    "weight_versions": ["step-7"],
-    "computing": "a machine",
-    "quantization": "int3",
-}
+    "id": "cmpl-of-another", "model": "GPT-9", "created": 10**12, "truespec": "9.9", "weight_versions": ["step-7"],
+    "computing": "a machine", "quantization": "int3",
+}  # fmt: skip
 
 
 def test_what_is_only_claimed_is_printed_as_claimed(sound: dict[str, Any], folder: Path) -> None:
@@ -724,17 +711,8 @@ def test_one_that_cannot_be_checked_does_not_keep_the_others_from_it(
 
 STRANGE_CLAIMS = {"id": "\x1b[2J\n", "model": "[bold]x[/bold]\r", "created": -(10**300)}
 MALFORMED: list[Any] = [
-    7,
-    None,
-    [],
-    {},
-    {"format": []},
-    {"rounds": [{"num_tokens": 10**12}]},
-    {"logprobs": [1e308] * 100},
-    {"seed": "9" * 20},
-    {"prompt_token_ids": [1] * 4000},
-    {"prompt_token_ids": [10**30]},
-    {"weights": "w17"},
+    *(7, None, [], {}, {"format": []}, {"seed": "9" * 20}, {"weights": "w17"}, {"prompt_token_ids": [10**30]}),
+    *({"rounds": [{"num_tokens": 10**12}]}, {"logprobs": [1e308] * 100}, {"prompt_token_ids": [1] * 4000}),
     {"params": {"structure": {"kind": "regex", "text": "(" * 3000}}},
     {"params": {"structure": {"kind": "grammar", "text": "start: start"}}},
     {"ending": {"finish_reason": "stop", "stop_strings": [""], "include_stop": False, "shown_special": []}},

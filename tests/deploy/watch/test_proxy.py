@@ -227,10 +227,15 @@ async def test_a_server_that_refuses_what_is_added_is_asked_for_less(
     assert {one.reply for one in referee.exchanges} == {plain_reply(CHAT, **left)}
 
 
-async def test_no_server_is_a_502_in_openais_form_and_the_proxys_own_health_does_not_depend_on_it(
-    client: aiohttp.ClientSession,
+@pytest.mark.parametrize("there", [False, True])
+async def test_a_server_that_says_nothing_is_a_502_in_openais_form_and_the_proxys_own_health_goes_on(
+    client: aiohttp.ClientSession, server: RawUpstream, there: bool
 ) -> None:
-    async with running_proxy(ProxyOptions("http://127.0.0.1:9", dialect="vllm", as_sent=0.0)) as (url, proxy):
+    async def gone(request: RawRequest, writer: asyncio.StreamWriter) -> bool:
+        return False
+
+    server.answer, address = gone, server.url if there else "http://127.0.0.1:9"
+    async with running_proxy(ProxyOptions(address, dialect="vllm", as_sent=0.0)) as (url, proxy):
         async with client.get(url + "/.truespec/health") as got:
             assert (got.status, await got.text()) == (200, "ok\n")
         assert not proxy.counts
@@ -239,18 +244,8 @@ async def test_no_server_is_a_502_in_openais_form_and_the_proxys_own_health_does
     error = json.loads(body)["error"]
     assert status == 502
     assert error.keys() == {"message", "type", "param", "code"}
-    assert "http://127.0.0.1:9 " in error["message"]
+    assert f"{address} " in error["message"]
     assert (error["type"], error["code"]) == ("server_error", "server_unreachable")
-
-
-async def test_a_server_that_says_nothing_is_a_502(
-    server: RawUpstream, proxied: tuple[str, Proxy], client: aiohttp.ClientSession
-) -> None:
-    async def gone(request: RawRequest, writer: asyncio.StreamWriter) -> bool:
-        return False
-
-    server.answer = gone
-    assert (await asked(client, proxied[0]))[0] == 502
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])

@@ -63,16 +63,10 @@ def model(folder: Path) -> ModelInfo:
 
 def exchange(tokens: Sequence[int], name: str = "cmpl", at: float = 0.0, **fields: Any) -> Exchange:
     """An answer of these tokens at temperature 1, served with the logprobs of P."""
-    choice: dict[str, Any] = {
-        "index": 0,
-        "finish_reason": "length",
-        "token_ids": list(tokens),
-        "logprobs": {"token_logprobs": [math.log(P[token]) for token in tokens]},
-    }
+    logprobs = {"token_logprobs": [math.log(P[token]) for token in tokens]}
+    choice = {"index": 0, "finish_reason": "length", "token_ids": list(tokens), "logprobs": logprobs}
     request = {"prompt": list(name.encode()), "temperature": 1.0, "max_tokens": len(tokens)} | fields.pop("request", {})
-    choice |= fields.pop("choice", {})
-    reply = {"id": name, "choices": [choice]}
-    began_at = BEGAN_AT + at
+    reply, began_at = {"id": name, "choices": [choice | fields.pop("choice", {})]}, BEGAN_AT + at
     bodies = json.dumps(request).encode(), json.dumps(reply).encode()
     return Exchange(COMPLETIONS, *bodies, streamed=False, began_at=began_at, ended_at=began_at + 1, **fields)
 

@@ -64,11 +64,8 @@ def test_the_precision_is_that_of_what_weights_are_multiplied_with(
 
 
 BF16 = Numerics("truespec", "bfloat16", "plain", repeats=True)
-F32, W4A8, FP8 = (
-    replace(BF16, precision="float32"),
-    replace(BF16, precision="w4a8", weights="w4a8"),
-    Numerics("truespec", "fp8", "fp8"),
-)
+F32, W4A8 = replace(BF16, precision="float32"), replace(BF16, precision="w4a8", weights="w4a8")
+FP8, ODD = Numerics("truespec", "fp8", "fp8"), Numerics("", "odd")
 BY_BATCH, VLLM = replace(BF16, repeats=False), Numerics("vllm", "bfloat16", "plain")
 ON_GPUS: dict[str, Any] = {"pools": {"monolith": {"num_gpus": 1}}}
 APART: dict[str, Any] = {"topology": "disaggregated", "pools": {"prefill": {"num_gpus": 1}, "decode": {"num_cpus": 1}}}
@@ -88,11 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("sections", "known", "widening"),
     [
-        (
-            {},
-            BF16,
-            [FP8, W4A8, BY_BATCH, replace(BF16, weights="w4a8"), replace(BF16, engine="x"), Numerics("", "odd")],
-        ),
+        ({}, BF16, [FP8, W4A8, BY_BATCH, replace(BF16, weights="w4a8"), replace(BF16, engine="x"), ODD]),
         ({"engine": {"dtype": "float32"}}, F32, [BF16, FP8, replace(F32, repeats=False), replace(F32, weights="gguf")]),
         ({"engine": {"quantization": "w4a8"}}, W4A8, [FP8, replace(W4A8, repeats=False)]),
         (ON_GPUS, BY_BATCH, [FP8, W4A8]),

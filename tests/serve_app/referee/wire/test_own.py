@@ -20,7 +20,6 @@ from tests.support.tapped import BODIES, CHAT, COMPLETIONS, GENERATE, RESPONSES,
 
 LONGEST = 900
 TEXT = "one two three STOP four hello ü🙂 world there"
-FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 FORM = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
 TOOL = {"name": "light", "parameters": {"type": "object", "properties": {"on": {"type": "boolean"}}}}
 TOOLS, FLAT = [{"type": "function", "function": TOOL}], [{"type": "function", **TOOL}]
@@ -28,12 +27,9 @@ CALLS = "".join(
     f'<tool_call>\n{{"name": "light", "arguments": {{"on": {one}}}}}\n</tool_call>' for one in ("true", "false")
 )
 SHOWN = {"logprobs": 2, "return_token_ids": True, "return_token_kinds": True, "logprob_token_ids": [7, 8]}
+OF_PROMPT = {"prompt_logprobs": 1}
 CASES: list[tuple[str, str, dict[str, Any]]] = [
-    (
-        COMPLETIONS,
-        TEXT,
-        {"max_tokens": 40, "prompt": ["hello", "one two"], "n": 2, "seed": 5, "prompt_logprobs": 1, **SHOWN},
-    ),
+    (COMPLETIONS, TEXT, {"max_tokens": 40, "prompt": ["hello", "one two"], "n": 2, "seed": 5, **OF_PROMPT, **SHOWN}),
     (COMPLETIONS, TEXT, {"max_tokens": 4, "echo": True, "logprobs": 1, "skip_special_tokens": False}),
     (COMPLETIONS, TEXT, {"max_tokens": 40, "stop": ["never", " STOP", "STOP"], "min_tokens": 2, **SHOWN}),
     (COMPLETIONS, TEXT, {"max_tokens": 0, "echo": True, "logprobs": 1}),
@@ -147,23 +143,17 @@ BESIDE: dict[str, dict[str, Any]] = {  # what a field needs to have an effect, a
 }
 UNSEEN_HERE = {"reasoning_effort", "chat_template_kwargs", "reasoning", "add_special_tokens", "previous_response_id"}
 """Fields that this template and this tokenizer have no use for, or that only the server can follow."""
-MODELS: dict[str, type[WireRequest]] = {
-    COMPLETIONS: CompletionRequest,
-    CHAT: ChatCompletionRequest,
-    RESPONSES: ResponsesRequest,
-}
+KINDS = {COMPLETIONS: CompletionRequest, CHAT: ChatCompletionRequest, RESPONSES: ResponsesRequest}
 
 
 def fields_of(path: str) -> list[str]:
-    kind = MODELS[path]
+    kind: type[WireRequest] = KINDS[path]
     unseen = UNSEEN_HERE | {COMPLETIONS: {"parallel_tool_calls"}, RESPONSES: {"stream_options"}}.get(path, set())
     names = [field.alias or name for name, field in kind.model_fields.items() if name not in kind.unsupported]
     return [name for name in names if name not in WITHOUT_EFFECT | JUDGED_ELSEWHERE | unseen]
 
 
-@pytest.mark.parametrize(
-    ("path", "name"), [(path, name) for path in (COMPLETIONS, CHAT, RESPONSES) for name in fields_of(path)]
-)
+@pytest.mark.parametrize(("path", "name"), [(path, name) for path in KINDS for name in fields_of(path)])
 async def test_a_field_that_is_lost_is_missed(tooled: Tokenizer, path: str, name: str) -> None:
     """The engine is asked, and the client answered, as if the field had not been sent."""
     beside = dict(BESIDE.get(name, {}))
