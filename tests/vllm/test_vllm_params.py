@@ -90,7 +90,8 @@ def test_distributions_that_look_at_what_was_emitted_do_not_go_on_elsewhere() ->
 
 
 def test_drafts_are_left_to_the_scheduler() -> None:
-    assert reported(SamplingParams()).extra_args["truespec"] == {"speculate": True, "canary": False}
+    terms = reported(SamplingParams()).extra_args["truespec"]
+    assert terms == {"speculate": True, "canary": False, "chosen_seed": False}
     assert reported(SamplingParams(speculate=False)).extra_args["truespec"]["speculate"] is False
     assert reported(SamplingParams(), canary=True).extra_args["truespec"]["canary"] is True
 

@@ -8,6 +8,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -310,18 +311,15 @@ async def test_a_prompt_whose_logprobs_were_reported_is_not_reported_again() -> 
     """As when several choices share a handoff: the prompt's logprobs come before any token."""
     asked: list[Request] = []
 
-    class Scripted(Hanging):
-        async def stream(
-            self, requests: Sequence[Request], emitted: Mapping[str, tuple[int, ...]], avoid: Sequence[str] = ()
-        ) -> AsyncGenerator[Streamed, None]:
-            asked.extend(requests)
-            name = requests[0].request_id
-            if len(asked) == 1:
-                yield Streamed(TokenDelta(name, prompt_logprobs=(TokenLogprobs(6, -1.0, 1),)), "decode-0")
-                raise ReplicaLost("it was killed")
-            yield Streamed(TokenDelta(name, (7,), finish_reason=FinishReason.LENGTH), "decode-1")
+    async def scripted(requests: Sequence[Request], emitted: Any, avoid: Any) -> AsyncGenerator[Streamed, None]:
+        asked.extend(requests)
+        name = requests[0].request_id
+        if len(asked) == 1:
+            yield Streamed(TokenDelta(name, prompt_logprobs=(TokenLogprobs(6, -1.0, 1),)), "decode-0")
+            raise ReplicaLost("it was killed")
+        yield Streamed(TokenDelta(name, (7,), finish_reason=FinishReason.LENGTH), "decode-1")
 
-    source, _ = resuming(Scripted(), 60.0, pause_s=0)
+    source, _ = resuming(SimpleNamespace(stream=scripted), 60.0, pause_s=0)
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     deltas = [delta async for delta in source.stream([Request("r", (5, 6), params, resume=True)])]
     assert [delta.prompt_logprobs is not None for delta in deltas] == [True, False]
@@ -343,17 +341,14 @@ async def test_a_call_that_nobody_takes_is_made_again_whether_or_not_it_may_be_r
     """As when it is sent to a replica that hangs, or while the last one is replaced."""
     asked: list[str] = []
 
-    class Deaf(Hanging):
-        async def stream(
-            self, requests: Sequence[Request], emitted: Mapping[str, tuple[int, ...]], avoid: Sequence[str] = ()
-        ) -> AsyncGenerator[Streamed, None]:
-            asked.append(requests[0].request_id)
-            if len(asked) < 4:
-                await asyncio.Event().wait()
-            assert emitted == {} and avoid == ()
-            yield Streamed(TokenDelta(asked[-1], (7,), finish_reason=FinishReason.LENGTH), "decode-1")
+    async def deaf(requests: Sequence[Request], emitted: Any, avoid: Any) -> AsyncGenerator[Streamed, None]:
+        asked.append(requests[0].request_id)
+        if len(asked) < 4:
+            await asyncio.Event().wait()
+        assert emitted == {} and avoid == ()
+        yield Streamed(TokenDelta(asked[-1], (7,), finish_reason=FinishReason.LENGTH), "decode-1")
 
-    source, sink = resuming(Deaf(), 0.1, most_resumes=0)
+    source, sink = resuming(SimpleNamespace(stream=deaf), 0.1, most_resumes=0)
     request = Request("r", (5, 6), SamplingParams(max_tokens=1), resume=False)
     deltas = [delta async for delta in source.stream([request])]
     assert [(delta.request_id, delta.token_ids, delta.preempted) for delta in deltas] == [("r", (7,), False)]
@@ -373,16 +368,13 @@ async def test_a_router_that_stood_still_itself_blames_nobody() -> None:
     """Its own loop is blocked for longer than a replica may be silent, and the replica has sent something."""
     more, asked = asyncio.Event(), list[str]()
 
-    class Reporting(Hanging):
-        async def stream(
-            self, requests: Sequence[Request], emitted: Mapping[str, tuple[int, ...]], avoid: Sequence[str] = ()
-        ) -> AsyncGenerator[Streamed, None]:
-            asked.append(requests[0].request_id)
-            yield Streamed(TokenDelta("r", (7,)), "decode-0")
-            await more.wait()
-            yield Streamed(TokenDelta("r", (8,), finish_reason=FinishReason.LENGTH), "decode-0")
+    async def reporting(requests: Sequence[Request], emitted: Any, avoid: Any) -> AsyncGenerator[Streamed, None]:
+        asked.append(requests[0].request_id)
+        yield Streamed(TokenDelta("r", (7,)), "decode-0")
+        await more.wait()
+        yield Streamed(TokenDelta("r", (8,), finish_reason=FinishReason.LENGTH), "decode-0")
 
-    source, _ = resuming(Reporting(), 0.8)
+    source, _ = resuming(SimpleNamespace(stream=reporting), 0.8)
     deltas = source.stream([Request("r", (5, 6), SamplingParams(max_tokens=2), resume=True)])
     assert (await anext(deltas)).token_ids == (7,)
     rest = asyncio.create_task(anext(deltas))
