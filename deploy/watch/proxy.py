@@ -32,12 +32,10 @@ _IDLE_S = 3.0  # of a connection to the server; servers close theirs after 5 s, 
 _CONNECT_WITHIN_S = 10.0
 _BACKLOG = 4096
 _MOST_FORMS = 1024
-_OF_A_CONNECTION = frozenset(
-    (
-        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"),
-        *("te", "trailer", "transfer-encoding", "upgrade"),
-    )
-)
+_OF_A_CONNECTION = frozenset((
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
+    "transfer-encoding", "upgrade",
+))  # fmt: skip
 _EXPECT = frozenset({"expect", "host"})  # 100-continue was answered here; the server's own name goes out as Host
 _EVENTS = "text/event-stream"
 _FAILED = 500

@@ -110,7 +110,7 @@ class Referee:
             options.processed,
         )
         self._judge = Judge(options.tolerance)
-        self._judged = Judged()
+        self.judged = Judged()
         self._counts = counts = RefereeCounts(metrics, WATCHED_STRATA)
         self._book = ReplicaBook(options.tolerance, alarmed=self._on_alarm)
         self._controls = Controls(self._replay, self._compared, ended=count_controls(metrics))
@@ -177,7 +177,7 @@ class Referee:
 
     def _judgement(self, answer: Answer, replayed: Replayed) -> Judgement:
         judgement = self._compared(answer, replayed)
-        self._judged.add(answer, replayed, judgement)
+        self.judged.add(answer, replayed, judgement)
         return judgement
 
     def _compared(self, answer: Answer, replayed: Replayed) -> Judgement:
@@ -195,9 +195,9 @@ class Referee:
         if key in self.findings:
             self.findings[key].again(case.answer.began_at, alarm.side)
         elif len(self.findings) < _KEPT_FINDINGS:
-            tokens = self._judged.by_stratum[alarm.stratum].num_tokens
+            tokens = self.judged.by_stratum[alarm.stratum].num_tokens
             example = self.show(case)
-            answers = self._judged.num_answers
+            answers = self.judged.num_answers
             _logger.warning("%s is wrong: %s in stratum %s", replica, alarm.name, alarm.stratum)
             at = case.answer.began_at
             self.findings[key] = WatchFinding(
@@ -224,14 +224,9 @@ class Referee:
         return shown
 
     @property
-    def num_answers(self) -> int:
-        """Judged so far."""
-        return self._judged.num_answers
-
-    @property
     def num_tokens(self) -> int:
         """Judged so far."""
-        return self._judged.by_stratum["all"].num_tokens
+        return self.judged.by_stratum["all"].num_tokens
 
     @property
     def first_finding(self) -> WatchFinding | None:
@@ -247,7 +242,7 @@ class Referee:
     def report(self) -> dict[str, Any]:
         """Return all findings, as JSON."""
         samples = self.sink.samples()
-        judged = self._judged
+        judged = self.judged
         return {
             "model": self._options.served,
             "began_at": self._began_at,
@@ -273,17 +268,9 @@ class Referee:
 
 
 _SHOWN = (
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "ignore_eos",
-)
+    "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "ignore_eos",
+)  # fmt: skip
 """Parameters that a report shows: numbers, nothing of a client's text."""
 
 

@@ -42,14 +42,9 @@ _SHADES: Mapping[str, Kind] = {
     ProbeVerdict.UNSUPPORTED: "none",
 }
 _FIGURES = {
-    "tokens": "tokens",
-    "tme": "TME",
-    "k3": "k3",
-    "abs_nats": "abs",
-    "max_nats": "max",
-    "probability_z": "p(y) z",
+    "tokens": "tokens", "tme": "TME", "k3": "k3", "abs_nats": "abs", "max_nats": "max", "probability_z": "p(y) z",
     "surprisal_z": "-log p z",
-}
+}  # fmt: skip
 """Columns of the tables by stratum and replica; the JSON has all measures."""
 _ERRORS = 4.0  # standard errors that a mean may be off by chance
 _MOST_SUSPECT = 5  # shown; the JSON has all

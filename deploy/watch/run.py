@@ -58,7 +58,7 @@ async def _judge_all(records: Iterator[Exchange | str], options: RefereeOptions,
 
     def note() -> str:
         found = referee.first_finding
-        return f"{num_read:,} records read, {referee.num_answers:,} answers judged; found so far: " + (
+        return f"{num_read:,} records read, {referee.judged.num_answers:,} answers judged; found so far: " + (
             found.found if found else "nothing"
         )
 

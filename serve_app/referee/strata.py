@@ -32,19 +32,11 @@ SERVED_STRATA: dict[str, str] = {
 """Strata of a service's own answers, and what each means."""
 
 WATCHED_POSITIONS = {
-    "position_0": 1,
-    "position_1_7": 8,
-    "position_8_31": 32,
-    "position_32_127": 128,
-    "position_128_up": 2**63,
-}
+    "position_0": 1, "position_1_7": 8, "position_8_31": 32, "position_32_127": 128, "position_128_up": 2**63,
+}  # fmt: skip
 WATCHED_LENGTHS = {
-    "length_256": 256,
-    "length_1024": 1024,
-    "length_4096": 4096,
-    "length_16384": 16384,
-    "length_up": 2**63,
-}
+    "length_256": 256, "length_1024": 1024, "length_4096": 4096, "length_16384": 16384, "length_up": 2**63,
+}  # fmt: skip
 """Strata of watched tokens by their index in the answer, and by the tokens before them; each with the first value
 beyond it."""
 

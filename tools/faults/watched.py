@@ -107,7 +107,7 @@ async def _watch(name: str, way: str, server: FaultyServer, folder: Path, most_t
             await drive(proxied, Traffic("audited", _prompts(), max_tokens=(24, 48, 96), at_once=8), enough)
             first = referee.first_finding
             if first is None:
-                return WatchedFault(name, way, "", referee.num_tokens, referee.num_answers)
+                return WatchedFault(name, way, "", referee.num_tokens, referee.judged.num_answers)
             return WatchedFault(name, way, first.found, first.tokens_in_all, first.answers)
 
 

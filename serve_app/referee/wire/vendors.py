@@ -160,12 +160,7 @@ class _Transformers(_TextOnly):
     """`transformers serve`, which takes few fields, and else what generation_config.json or the request's
     `generation_config` say."""
 
-    defaults: Mapping[str, Any] = {
-        "do_sample": False,
-        "temperature": 1.0,
-        "top_k": 50,
-        "top_p": 1.0,
-    }  # of `generate`
+    defaults: Mapping[str, Any] = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}  # of `generate`
     fields = ("generation_config",)
     logprobs_after_grammar = False
     joins_texts_by = " "
