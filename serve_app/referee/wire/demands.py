@@ -139,7 +139,8 @@ class Demands:
         has_end_text = self._keeps_stop and said.ended and said.stop is None  # of its last token
         if has_end_text or (self.structure is None and not self.functions):
             return ""
-        by_token = bool(said.ids) and said.ids[-1] in (self.body.get("stop_token_ids") or ())
+        last = said.ids[-1] if said.ids else choice.stopped_by
+        by_token = last in (self.body.get("stop_token_ids") or ())
         by_token |= isinstance(choice.stopped_by, int) and not self.is_strict
         whole = said.ended and said.stop is None and not by_token
         if self.structure is None:

@@ -170,7 +170,7 @@ class Reply:
         it is none."""
         try:
             for part in parts[:-1]:
-                if str(part.get("type")).endswith(".delta"):
+                if str(part.get("type")).endswith(".delta") and part["delta"]:  # a bare logprob has no text
                     kind = part["type"].split(".")[1]
                     self.deltas[kind] = self.deltas.get(kind, "") + part["delta"]
             return _of_response(parts[-1].get("response") or parts[-1])

@@ -115,6 +115,7 @@ SAME = "the same"
         ({"guided_regex": "[0-9]+", **KEEPS}, Said("12<end>"), "", SAME),  # its last token's text
         ({"guided_regex": "[0-9]+", **KEEPS}, Said("12<end>", reason="length"), NO_MATCH, SAME),
         (JSON_FORM | {"stop_token_ids": [20]}, Said('{"a": 1', ids='{"a": 1\24'), "", SAME),
+        (JSON_FORM | {"stop_token_ids": [20]}, Said('{"a": 1', ids="", stopped_by=20), "", SAME),
         (JSON_FORM | {"stop_token_ids": [20]}, Said("[1", ids="[1\24"), "it is not a JSON object", SAME),
     ],
 )

@@ -37,6 +37,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     (CHAT, TEXT, {"stop": ["hello"], "include_stop_str_in_output": True, "max_tokens": 40}),
     (CHAT, f"I do it{CALLS}", {"tools": TOOLS, "max_tokens": 200, "logprobs": True}),
     (RESPONSES, TEXT, {"top_logprobs": 2, "max_output_tokens": 5, "instructions": "Be brief.", "temperature": 0.5}),
+    (RESPONSES, TEXT, {"stop": "o", "include": ["message.output_text.logprobs"]}),  # in the first token
     (RESPONSES, f"I do it{CALLS}", {"tools": FLAT, "max_output_tokens": 200}),
     (GENERATE, TEXT, {"sampling_params": {"max_tokens": 40, "n": 2, "logprobs": 2, "prompt_logprobs": 1}}),
 ]
