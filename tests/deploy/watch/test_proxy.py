@@ -216,10 +216,8 @@ async def test_a_server_that_refuses_what_is_added_is_asked_for_less(
             await answer(request, writer)
 
     server.answer = picky
-    async with running_proxy(ProxyOptions(server.url, dialect="vllm", referee=referee.server.url, as_sent=0.0)) as (
-        url,
-        proxy,
-    ):
+    options = ProxyOptions(server.url, dialect="vllm", referee=referee.server.url, as_sent=0.0)
+    async with running_proxy(options) as (url, proxy):
         for _ in range(5):
             assert await asked(client, url) == (200, plain_reply(CHAT))
         assert proxy.counts == {"refused": len(refused), "captured": 5 - len(refused)}
@@ -353,9 +351,8 @@ async def test_upgrades_are_refused_in_openais_form_and_offers_of_another_protoc
 async def test_what_is_too_large_passes_uncaptured(
     server: RawUpstream, client: aiohttp.ClientSession, referee: Referee
 ) -> None:
-    options = ProxyOptions(
-        server.url, referee=referee.server.url, max_exchange_bytes=len(plain_reply(CHAT)), as_sent=0.0
-    )
+    most = len(plain_reply(CHAT))
+    options = ProxyOptions(server.url, referee=referee.server.url, max_exchange_bytes=most, as_sent=0.0)
     async with running_proxy(options) as (url, proxy):
         for _ in range(2):
             assert await asked(client, url) == (200, plain_reply(CHAT))
@@ -374,10 +371,8 @@ async def test_the_dialect_is_found_even_behind_keys(owner: str, field: bytes, c
         else:
             await answer(request, writer)
 
-    async with (
-        RawUpstream(locked).running() as server,
-        running_proxy(ProxyOptions(server.url, as_sent=0.0)) as (url, _),
-    ):
+    running = RawUpstream(locked).running()
+    async with running as server, running_proxy(ProxyOptions(server.url, as_sent=0.0)) as (url, _):
         for _ in range(2):
             assert await asked(client, url) == (200, plain_reply(CHAT))
         assert field in server.requests[-1].body

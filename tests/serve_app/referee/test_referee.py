@@ -50,10 +50,8 @@ async def test_a_prompt_whose_logprobs_were_reported_is_replayed_by_itself(court
     params = SamplingParams(temperature=0.5, prompt_logprobs=1, max_tokens=NUM_TOKENS)
     checked = await court.checker.check(served(params=params, prompt_logprobs=(-1.0, -1.0)))
     assert checked.verdict is Verdict.VERIFIED
-    assert [(request.score_from, request.params.temperature) for request in court.replayer.asked] == [
-        (3, 0.5),
-        (1, 1.0),
-    ]
+    asked = [(request.score_from, request.params.temperature) for request in court.replayer.asked]
+    assert asked == [(3, 0.5), (1, 1.0)]
     assert all(request.params.prompt_logprobs is None for request in court.replayer.asked)
     assert court.value("truespec_replay_tokens_total", stratum="prompt") == 2
     assert court.value("truespec_replay_tokens_total", stratum="all") == 20
@@ -213,9 +211,8 @@ async def test_a_full_queue_skips_and_says_so(tmp_path: Path) -> None:
         await asyncio.sleep(0)
     assert court.value("truespec_replays_total", result="skipped") == 5
     assert len(court.replayer.asked) == 2
-    urgent = asyncio.create_task(
-        court.checker.check(served(99, params=SamplingParams(temperature=0.9, max_tokens=NUM_TOKENS)))
-    )
+    warm = SamplingParams(temperature=0.9, max_tokens=NUM_TOKENS)
+    urgent = asyncio.create_task(court.checker.check(served(99, params=warm)))
     await asyncio.sleep(0)
     court.replayer.open.set()
     assert (await urgent).verdict is Verdict.VERIFIED

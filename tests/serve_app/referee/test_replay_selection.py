@@ -68,6 +68,16 @@ def is_checked(checks: Checks, name: str) -> bool:
     return checks.select(Request(name, (1,))) is not Selection.NOT_CHECKED
 
 
+async def asking(checks: Checks, referee: Referee, *names: str) -> asyncio.Task[list[Checked]]:
+    """What a client waits for: two choices of a reply have ended, and are judged."""
+    checks.expect("a", awaited=True)
+    for name in ("a-1", "a-0"):
+        checks.ended(record_of(name))
+    waiting = asyncio.create_task(checks.verdicts(names, SENT))
+    await until(lambda: len(referee.waiting) == 2)
+    return waiting
+
+
 async def test_a_reply_waits_for_its_bytes_with_all_of_its_choices(referee: Referee) -> None:
     seen: list[tuple[Exchange, list[str]]] = []
 
@@ -110,12 +120,8 @@ async def test_a_reply_that_is_lost_or_cannot_be_read_is_checked_by_its_records(
 
 async def test_who_asks_is_chosen_and_waits(referee: Referee) -> None:
     checks = checks_of(referee)
-    checks.expect("a", awaited=True)
+    waiting = await asking(checks, referee, "a-0", "a-1")
     assert is_checked(checks, "a-0")
-    for name in ("a-1", "a-0"):
-        checks.ended(record_of(name))
-    waiting = asyncio.create_task(checks.verdicts(["a-0", "a-1"], SENT))
-    await until(lambda: len(referee.waiting) == 2)
     referee.waiting["a-1"].set_result(Checked(Verdict.SUSPECT))
     referee.waiting["a-0"].set_result(Checked(Verdict.VERIFIED))
     assert [one.verdict for one in await waiting] == [Verdict.VERIFIED, Verdict.SUSPECT]
@@ -130,22 +136,15 @@ async def test_what_went_out_and_is_not_what_was_judged_is_judged_again(referee:
         return [same, other if exchange is SENT else dataclasses.replace(other, token_ids=(9, 9))]
 
     checks = checks_of(referee, read=read)
-    checks.expect("a", awaited=True)
-    for name in ("a-0", "a-1"):
-        checks.ended(record_of(name))
-    waiting = asyncio.create_task(checks.verdicts(["a-0", "a-1"], SENT))
-    await until(lambda: len(referee.waiting) == 2)
+    waiting = await asking(checks, referee, "a-0", "a-1")
     for check in referee.waiting.values():
         check.set_result(Checked(Verdict.VERIFIED))
     await waiting
     referee.waiting.clear()
     await checks.sent("a", dataclasses.replace(SENT, reply=b"{ }"))
     await until(lambda: bool(referee.waiting))
-    assert [one.broken_limit for one in referee.checked] == [
-        "",
-        "",
-        "wire: what was sent is not what was judged before",
-    ]
+    changed = "wire: what was sent is not what was judged before"
+    assert [one.broken_limit for one in referee.checked] == ["", "", changed]
     assert [*referee.waiting] == ["a-1"]
 
 
@@ -166,11 +165,7 @@ def test_some_chosen_replies_are_computed_as_they_were_sent_if_their_replay_show
 
 async def test_what_cannot_be_checked_in_time_is_unverified(referee: Referee) -> None:
     checks = checks_of(referee, timeout_s=0.02)
-    checks.expect("a", awaited=True)
-    for name in ("a-0", "a-1"):
-        checks.ended(record_of(name))
-    waiting = asyncio.create_task(checks.verdicts(["a-0", "a-1", "a-2"], SENT))
-    await until(lambda: len(referee.waiting) == 2)
+    waiting = await asking(checks, referee, "a-0", "a-1", "a-2")
     referee.waiting["a-1"].set_exception(ConnectionError("no referee"))
     reported = await waiting
     assert {one.verdict for one in reported} == {Verdict.UNVERIFIED}

@@ -201,9 +201,8 @@ def test_candidates_are_read_in_both_forms() -> None:
     (first, *_) = read("llama.cpp", "chat-logprobs").choices[0].candidates() or [[]]
     assert first and first[0].token_id is not None and first[0].logprob <= 0
     assert Choice().candidates() is None
-    odd = Choice(
-        top_logprobs=[{"a": "x", "b": -1}, [{"token": "c", "logprob": None}, {"token": "d", "logprob": -2}, 7]]
-    )
+    listed = [{"token": "c", "logprob": None}, {"token": "d", "logprob": -2}, 7]
+    odd = Choice(top_logprobs=[{"a": "x", "b": -1}, listed])
     assert odd.candidates() == [[("b", None, -1.0)], [("d", None, -2.0)]]
 
 
