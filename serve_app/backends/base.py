@@ -121,8 +121,8 @@ class Replayed:
 class ServedWeights:
     """The weights that an independent referee must load to compute with those that a replica serves.
 
-    source: a folder, a catalogue name, or a hub id; None = they came over the wire.
-    tokenizer_folder: the folder with the model's tokenizer.
+    source: a folder, a catalogue name, or a hub id; None = they came over the wire, as `shards`.
+    tokenizer_folder: the folder with the model's tokenizer, and the configuration beside which shards are read.
     form: as `Computing.weights`.
     fingerprint: as `ModelInfo.fingerprint`.
     version: of the weights.
@@ -133,6 +133,16 @@ class ServedWeights:
     form: str
     fingerprint: str
     version: str
+    shards: tuple["Shard", ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A part of a checkpoint that came over the wire: a whole safetensors file, and its checksum."""
+
+    content: Any  # where it lies; opaque here
+    digest: str
+    num_bytes: int
 
 
 class ReplayFailed(TruespecError):

@@ -83,7 +83,7 @@ class Controller:
         def heard(report: Report, in_time: bool) -> None:
             numerics.observe(report.status.replica, report.status.pool, report.computing)
             if in_time:
-                coverage.finished(report.status.replica, report.finished, idle=registry.is_idle)
+                coverage.finished(report.status.replica, report.finished)
 
         def handed_in(answer: Answer) -> Answer:
             coverage.came(answer)

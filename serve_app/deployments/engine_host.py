@@ -188,7 +188,7 @@ class EngineHost:
             name=f"{self.runtime.app_name}-independent-referee",
             get_if_exists=True,
         )
-        referee = actor.remote(background=True)
+        referee = actor.remote(ray.get, background=True)
         if referee != self._referee:  # it ends with the handle that began it; one that was found by name keeps nothing
             self._referee = referee
         return self._referee, self.updater.served

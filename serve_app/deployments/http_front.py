@@ -74,6 +74,7 @@ class HttpFront:
             self._submit,
             self._runtime.check,
             replay.verify_timeout_s,
+            limits.request_timeout_s,
         )
 
         def request_ended(record: Record, checked: bool) -> None:

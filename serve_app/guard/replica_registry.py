@@ -120,11 +120,6 @@ class ReplicaRegistry:
         ready[0].rehearse = True
         return self.statuses()
 
-    @property
-    def is_idle(self) -> bool:
-        """Return whether no client's request was on any replica when it last reported."""
-        return not any(number for _, number in self._requests.values())
-
     def requests_on(self, name: str) -> int:
         """Return how many requests of clients were on a replica when it last reported; 0 for one that is not known."""
         return self._requests.get(name, (0.0, 0))[1]

@@ -14,7 +14,7 @@ from serve_app.referee.evidence import RareTest
 from serve_app.referee.replay_selection import chosen
 from serve_app.referee.verdicts import Finished, split_id
 
-_SENT_AFTER_S = 15.0  # a reply whose last choice has ended is handed in by then
+_HANDED_IN_AFTER_S = 15.0  # an answer that nothing holds up any more
 _LOST_RATE = 0.01  # share of them that is lost with a connection or a process, at most
 _DELTA = 1e-8  # of each test: false alarms
 _KEPT = 50_000
@@ -25,7 +25,7 @@ class Coverage:
 
     Args:
         share: of the replies that is selected.
-        longest_s: that a request may take. Its reply is handed in as a whole, which other choices may hold up.
+        longest_s: that a reply may hold up its answers, by other choices or a client that takes it slowly.
         missed: called with the replica of the last missing answer, where more are missing than are lost by chance.
         clock: seconds.
     """
@@ -47,14 +47,13 @@ class Coverage:
         if len(self._came) > _KEPT:
             self._came.popitem(last=False)
 
-    def finished(self, replica: str, requests: Sequence[Finished], *, idle: bool) -> None:
-        """A replica has reported requests that ended, and has not been silent before; idle: no other runs anywhere."""
+    def finished(self, replica: str, requests: Sequence[Finished]) -> None:
+        """A replica has reported requests that ended, and has not been silent before."""
         now = self._clock()
         for one in requests:
             if one.num_tokens and chosen(split_id(one.request_id)[0], self._share):
                 self._due.append((now, replica, one))
-        patience_s = _SENT_AFTER_S + (0.0 if idle else self._longest_s)
-        while self._due and self._due[0][0] <= now - patience_s:
+        while self._due and self._due[0][0] <= now - self._longest_s - _HANDED_IN_AFTER_S:
             _, maker, one = self._due.popleft()
             self._judge(maker, one)
 

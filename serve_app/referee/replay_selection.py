@@ -64,6 +64,8 @@ class Checks:
         submit: for answers that nobody waits for.
         check: for those that somebody does.
         timeout_s: the longest an answer waits.
+        longest_s: that a client may take its reply after one of its choices has ended; then its tokens are checked
+            alone.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Checks:
         submit: Submit,
         check: Check,
         timeout_s: float,
+        longest_s: float = 600.0,
     ) -> None:
         self._chosen = chosen
         self._shows_distribution = shows_distribution
@@ -81,6 +84,7 @@ class Checks:
         self._submit = submit
         self._check = check
         self._timeout_s = timeout_s
+        self._longest_s = longest_s
         self._replies: dict[str, _Expected] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._one_at_a_time = asyncio.Lock()
@@ -107,11 +111,14 @@ class Checks:
 
     def ended(self, record: Record) -> None:
         """A request that is checked has ended."""
-        reply = self._replies.get(split_id(record.request.request_id)[0])
+        reply_id, _ = split_id(record.request.request_id)
+        reply = self._replies.get(reply_id)
         if reply is None:  # it broke a limit, or its bytes do not pass the tap
             self._submit_all(_traces([record]), "not_kept")
-        else:
-            reply.records.append(record)
+            return
+        if not reply.records:
+            asyncio.get_running_loop().call_later(self._longest_s, self.lost, reply_id, "ended_early")
+        reply.records.append(record)
 
     async def verdicts(self, request_ids: Sequence[str], drafted: Exchange | None) -> list[Checked]:
         """Return the verdicts on the choices of a reply that is about to go out, as far as they come in time.
@@ -130,17 +137,18 @@ class Checks:
         return [_result(checks.get(request_id)) for request_id in request_ids]
 
     def sent(self, reply_id: str, exchange: Exchange) -> asyncio.Task[None]:
-        """A reply went out whole. Returns the reading of it."""
-        reply = self._replies.pop(reply_id)
-        reading = asyncio.get_running_loop().create_task(self._judge_sent(reply, exchange), context=reply.context)
+        """A reply went out whole. Returns the reading of it, if it is not lost already."""
+        reply = self._replies.pop(reply_id, None)
+        context = None if reply is None else reply.context
+        reading = asyncio.get_running_loop().create_task(self._judge_sent(reply, exchange), context=context)
         self._tasks.add(reading)
         reading.add_done_callback(self._tasks.discard)
         return reading
 
     def lost(self, reply_id: str, why: str) -> None:
-        """A reply ended early, or nobody kept it: only its tokens are checked. why: as `Submit` has it."""
-        reply = self._replies.pop(reply_id)
-        if reply.judged is None:
+        """A reply ended early, or nobody kept or took it: only its tokens are checked. why: as `Submit` has it."""
+        reply = self._replies.pop(reply_id, None)
+        if reply is not None and reply.judged is None:
             reply.context.run(self._submit_all, _traces(reply.records), why)
 
     async def settled(self) -> None:
@@ -148,7 +156,9 @@ class Checks:
         while self._tasks:
             await asyncio.gather(*self._tasks)
 
-    async def _judge_sent(self, reply: _Expected, exchange: Exchange) -> None:
+    async def _judge_sent(self, reply: _Expected | None, exchange: Exchange) -> None:
+        if reply is None:
+            return
         async with self._one_at_a_time:  # nobody waits for it
             answers, how = await self._answers(exchange, reply.records)
         if reply.judged is None:

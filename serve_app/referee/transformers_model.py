@@ -5,8 +5,10 @@ numbers. docs/detection.md says what that leaves unseen.
 """
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from serve_app.backends.base import ModelInfo, Numerics, Replayed, ServedWeights
 from serve_app.text.grammar import StructureCompiler
+from serve_app.weights.transfer import lay_out
 from speculative.end_tokens import end_tokens
 from speculative.errors import ConfigError, InvalidRequest, SequenceTooLong, UnsupportedModel
 from speculative.model.fingerprint import model_fingerprint
@@ -171,11 +174,13 @@ class TransformersReferee:
     """Replays answers with the weights that are served, one model at a time, loaded when first needed.
 
     Args:
+        get: gets the content of a shard of weights that came over the wire, a buffer of bytes, from where it lies.
         background: give way to everything else on the machine: one thread, which runs while a core is idle, and the
             first process to be killed where memory runs out.
     """
 
-    def __init__(self, *, background: bool = False) -> None:
+    def __init__(self, get: Callable[[Any], Any], *, background: bool = False) -> None:
+        self._get = get
         self._loaded: tuple[ServedWeights, TransformersModel, StructureCompiler] | None = None
         if background:
             torch.set_num_threads(1)
@@ -187,11 +192,26 @@ class TransformersReferee:
         says why."""
         if self._loaded is None or self._loaded[0] != weights:
             self._loaded = None  # there may be no room for both
-            model = _load(weights)
+            with self._folder(weights) as folder:
+                model = _load(folder, weights)
             compiler = StructureCompiler(Path(weights.tokenizer_folder), model.vocab_size, model.eos_token_ids)
             self._loaded = weights, model, compiler
         _, model, compiler = self._loaded
         return replace(model.replay(request, compiler), weight_version=weights.version)
+
+    @contextlib.contextmanager
+    def _folder(self, weights: ServedWeights) -> Iterator[Path]:
+        """The folder of some weights, for as long as they are read."""
+        if weights.source is not None:
+            yield resolve_model(weights.source)
+            return
+
+        async def pull(content: Any) -> Any:
+            return self._get(content)
+
+        with tempfile.TemporaryDirectory(prefix="truespec-weights-") as scratch:
+            like, folder = Path(weights.tokenizer_folder), Path(scratch) / "model"
+            yield asyncio.run(lay_out(weights.shards, like, folder, pull))
 
 
 def _entry(row: Tensor, token: int, num_top: int, ids: Sequence[int]) -> TokenLogprobs:
@@ -207,10 +227,7 @@ def _entry(row: Tensor, token: int, num_top: int, ids: Sequence[int]) -> TokenLo
     )
 
 
-def _load(weights: ServedWeights) -> TransformersModel:
-    if weights.source is None:
-        raise UnsupportedModel(f"The weights {weights.version!r} were sent over the network, and are in no folder.")
-    folder = resolve_model(weights.source)
+def _load(folder: Path, weights: ServedWeights) -> TransformersModel:
     found = model_fingerprint(folder, weights=weights.form)
     if found != weights.fingerprint:
         raise ConfigError(f"{folder} no longer holds what is served: fingerprint {found}, not {weights.fingerprint}.")

@@ -3,17 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from serve_app.backends.base import PauseMode
+from serve_app.backends.base import PauseMode, Shard
 from speculative.request import DEFAULT_VERSION
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """A part of a checkpoint that came over the wire: a whole safetensors file, and its checksum."""
-
-    content: Any  # where it lies; opaque here
-    digest: str
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from serve_app.backends.base import ModelInfo, PauseMode
+from serve_app.backends.base import ModelInfo, PauseMode, Shard
 from serve_app.errors import UpdateRefused
-from serve_app.weights.desired_state import Outcome, Shard, WeightsRef
+from serve_app.weights.desired_state import Outcome, WeightsRef
 from speculative.end_tokens import END_TOKEN_FILES
 
 Pull = Callable[[Any], Awaitable[Any]]
@@ -101,15 +101,19 @@ async def fetched(ref: WeightsRef, info: ModelInfo, pull: Pull) -> AsyncIterator
         yield ref.path, ref.drafter_path
         return
     with tempfile.TemporaryDirectory(prefix="truespec-weights-") as scratch:
-        target = await _lay_out(ref.shards, Path(info.folder), Path(scratch) / "model", pull)
+        target = await lay_out(ref.shards, Path(info.folder), Path(scratch) / "model", pull)
         drafter = None
         if ref.drafter_shards:
-            drafter = await _lay_out(ref.drafter_shards, Path(info.drafter_folder), Path(scratch) / "drafter", pull)
+            drafter = await lay_out(ref.drafter_shards, Path(info.drafter_folder), Path(scratch) / "drafter", pull)
         yield str(target), None if drafter is None else str(drafter)
 
 
-async def _lay_out(shards: Sequence[Shard], like: Path, folder: Path, pull: Pull) -> Path:
-    """A checkpoint folder of shards, with the configuration of another."""
+async def lay_out(shards: Sequence[Shard], like: Path, folder: Path, pull: Pull) -> Path:
+    """Write a checkpoint folder of shards, with the configuration of another.
+
+    Raises:
+        UpdateRefused: as `fetched` raises it.
+    """
     folder.mkdir()
     for name in END_TOKEN_FILES:
         if (like / name).is_file():
@@ -124,7 +128,8 @@ async def _lay_out(shards: Sequence[Shard], like: Path, folder: Path, pull: Pull
                 f"shard {name} contains {twice[0]}, which is also in {weight_map[twice[0]]}; send each tensor once."
             )
         weight_map |= dict.fromkeys(names, name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+    index_of_all = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (folder / "model.safetensors.index.json").write_text(index_of_all, encoding="utf-8")
     return folder
 
 

@@ -70,7 +70,7 @@ class WeightUpdater:
         """Return what is served, and where it lies."""
         info, ref = self.info, self._serving
         source = info.folder if ref == CONFIGURED else ref.path
-        return ServedWeights(source, info.folder, info.computing.weights, info.fingerprint, ref.version)
+        return ServedWeights(source, info.folder, info.computing.weights, info.fingerprint, ref.version, ref.shards)
 
     @property
     def behind(self) -> bool:

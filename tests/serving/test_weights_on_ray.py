@@ -15,7 +15,7 @@ from deploy.rl import push_weights
 from serve_app.errors import UpdateRefused
 from speculative.engine import EngineCore
 from tests.support.engines import settings, teacher_forced
-from tests.support.services import MODEL, Service, administered, app_args, deployed, wait_for
+from tests.support.services import MODEL, REPLAY, Service, administered, app_args, deployed, wait_for
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200)]
@@ -35,7 +35,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def service(ray_port: int, checkpoints: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    args = app_args(checkpoints[0], "disaggregated", admin=administered(tmp_path_factory.mktemp("secrets")))
+    replay = {**REPLAY, "independent_rate": 1.0}
+    admin = administered(tmp_path_factory.mktemp("secrets"))
+    args = app_args(checkpoints[0], "disaggregated", admin=admin, replay=replay)
     with deployed(ray_port, "weights", args) as running:
         yield running
 
@@ -100,6 +102,14 @@ def test_a_trainer_hands_over_its_tensors(service: Service, checkpoints: list[Pa
     outcome = push_weights(tensors.items(), weight_version="step-2", app_name=service.name)
     assert outcome.complete
     assert_made_by(answer(service, 3), "step-2", checkpoints[2])
+    total, before = service.count, service.count("independent_replays_total", result="agrees")
+
+    def agreed() -> bool:
+        answer(service, 5)
+        return total("independent_replays_total", result="agrees") > before + 2  # one may have been under way
+
+    wait_for(agreed, "answers that transformers checks with the weights that came over the wire", timeout_s=600)
+    assert [total("independent_replays_total", result=one) for one in ("disagrees", "unsupported", "failed")] == [0] * 3
 
 
 def test_a_replica_that_starts_later_serves_what_the_others_serve(service: Service, checkpoints: list[Path]) -> None:

@@ -23,11 +23,11 @@ class Service:
         self.coverage = Coverage(SHARE, 600.0, self.missed.append, self.clock)
         self.num_selected = 0
 
-    def serve(self, num: int, left_out: Left, *, idle: bool = False) -> None:
+    def serve(self, num: int, left_out: Left) -> None:
         for number in range(num):
             self.clock.now += 1.0
             one = Finished(f"cmpl-{self.clock.now}-0", 0.0, 1.0, num_tokens=(number * 7) % 90)
-            self.coverage.finished(f"r{number % 2}", [one], idle=idle)
+            self.coverage.finished(f"r{number % 2}", [one])
             if chosen(f"cmpl-{self.clock.now}", SHARE):
                 self.num_selected += 1
                 if not left_out(number, one):
@@ -56,19 +56,12 @@ def test_what_is_left_out_is_found(service: Service, left_out: Left) -> None:
 
 
 def test_what_can_be_lost_raises_no_alarm(service: Service) -> None:
-    """Single answers, those without tokens, and a reply that other choices hold up for as long as a request may run."""
+    """Single answers, those without tokens, and replies that are held up for as long as a request may run."""
     service.serve(20_000, lambda number, one: number % 1000 == 0 or not one.num_tokens)
     waiting = [Finished(f"cmpl-w{number}-0", 0.0, 1.0, num_tokens=9) for number in range(200)]
-    service.coverage.finished("r0", waiting, idle=False)
+    service.coverage.finished("r0", waiting)
     service.serve(590, lambda number, one: False)
     for one in waiting:
         service.coverage.came(Answer.reported(Request(one.request_id, (1,), SamplingParams()), "r", (2,), (), ()))
-    service.serve(100, lambda number, one: False, idle=True)
+    service.serve(100, lambda number, one: False)
     assert service.missed == []
-
-
-def test_an_idle_service_need_not_wait(service: Service) -> None:
-    service.serve(300, lambda number, one: True)
-    assert not service.missed
-    service.serve(20, lambda number, one: False, idle=True)
-    assert service.missed

@@ -54,7 +54,7 @@ class Service:
         self.numerics = Numerics("truespec", precision_of(dtype, form), kept, True)
         fingerprint = model_fingerprint(folder, weights=form)
         self.weights = ServedWeights(str(folder), str(folder), form, fingerprint, DEFAULT_VERSION)
-        self.referee = TransformersReferee()
+        self.referee = TransformersReferee(bytes)
         config = parse_args({"model": {"source": "m"}})
         self.judge = Judge(ServiceTolerances(config.replay, config.engine))
         self.sound = [self.answer(number, KINDS[number % len(KINDS)]) for number in range(10)]

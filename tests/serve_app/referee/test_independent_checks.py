@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from serve_app.backends.base import Replayed, ServedWeights
+from serve_app.backends.base import Replayed, ServedWeights, Shard
+from serve_app.errors import UpdateRefused
 from serve_app.guard.referee_counts import count_independent
 from serve_app.referee import transformers_model as transformers_referee
 from serve_app.referee.answer import Answer
@@ -19,6 +20,8 @@ from serve_app.referee.independent_checks import IndependentChecks, IndependentR
 from serve_app.referee.judgement import Judge
 from serve_app.referee.transformers_model import TransformersModel, TransformersReferee
 from serve_app.referee.verdicts import Verdict
+from serve_app.weights.desired_state import WeightsRef
+from serve_app.weights.transfer import digest_of, fetched
 from speculative.config import DrafterConfig
 from speculative.model.config import ModelConfig
 from speculative.model.fingerprint import model_fingerprint
@@ -77,10 +80,10 @@ def test_a_window_that_a_model_knows_nothing_of_hides_nothing_from_the_referee(t
 
 
 def by_transformers(served: ServedWeights) -> Replay:
-    referee = TransformersReferee()
+    referee = TransformersReferee(bytes)
 
     async def replay(request: Request) -> Replayed:
-        return referee.replay(request, served)
+        return await asyncio.to_thread(referee.replay, request, served)
 
     return replay
 
@@ -193,7 +196,6 @@ async def test_what_its_replays_show_does_not_mix_with_what_the_engines_own_show
 @pytest.mark.parametrize(
     ("changes", "free_bytes"),
     [
-        ({"source": None}, 2**40),  # they came over the wire
         ({"fingerprint": "0" * 32}, 2**40),  # the files were changed
         ({"source": "/no/such/folder"}, 2**40),
         ({}, 10_000),
@@ -217,12 +219,32 @@ async def test_weights_that_it_cannot_have_are_said_once_and_counted(
 
 
 async def test_it_loads_what_is_served_by_now(folder: Path, drafter: Path) -> None:
-    referee = TransformersReferee()
+    referee = TransformersReferee(bytes)
     for source, version in ((folder, "default"), (drafter, "v1")):
         answer = serve(tiny_engine(source), next(requests(1)))
         replayed = referee.replay(answer.scored("again"), weights(source, version=version))
         assert replayed.weight_version == version
         assert replayed.logprobs == pytest.approx(answer.logprobs, abs=1e-4)
+
+
+async def test_weights_that_came_over_the_wire_are_read_from_their_shards(folder: Path, drafter: Path) -> None:
+    """Which are put together as they were where the answer was made; a damaged one is no replay."""
+    content = (drafter / "model.safetensors").read_bytes()
+    shard = Shard(content, digest_of(content), len(content))
+
+    async def pull(content: bytes) -> bytes:
+        return content
+
+    answer = serve(tiny_engine(drafter), next(requests(1)))
+    async with fetched(WeightsRef(1, "v1", shards=(shard,)), SimpleNamespace(folder=str(folder)), pull) as (made, _):
+        fingerprint = model_fingerprint(Path(made))
+    sent = weights(folder, source=None, fingerprint=fingerprint, version="v1")
+    replayed = await by_transformers(dataclasses.replace(sent, shards=(shard,)))(answer.scored("again"))
+    assert replayed.weight_version == "v1"
+    assert replayed.logprobs == pytest.approx(answer.logprobs, abs=1e-4)
+    damaged = dataclasses.replace(shard, content=content[:-1] + b"\0")
+    with pytest.raises(UpdateRefused, match="damaged"):
+        await by_transformers(dataclasses.replace(sent, shards=(damaged,)))(answer.scored("again"))
 
 
 async def test_answers_of_other_weights_are_not_compared(court: Court) -> None:

@@ -53,7 +53,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-def checks_of(referee: Referee, timeout_s: float = 5.0, read: Read = traces_of) -> Checks:
+def checks_of(referee: Referee, timeout_s: float = 5.0, read: Read = traces_of, longest_s: float = 60.0) -> Checks:
     return Checks(
         lambda reply_id: reply_id.startswith("chosen"),
         lambda request: not request.adapter,
@@ -61,6 +61,7 @@ def checks_of(referee: Referee, timeout_s: float = 5.0, read: Read = traces_of) 
         referee.submit,
         referee.check,
         timeout_s,
+        longest_s,
     )
 
 
@@ -116,6 +117,17 @@ async def test_a_reply_that_is_lost_or_cannot_be_read_is_checked_by_its_records(
     assert referee.counted == ["ended_early", "unread", "unread"]
     (logged,) = caplog.records
     assert "ArithmeticError" in logged.getMessage() and "own words" not in caplog.text
+
+
+async def test_a_client_that_takes_its_reply_slowly_holds_up_no_check_of_its_tokens(referee: Referee) -> None:
+    checks = checks_of(referee, longest_s=0.01)
+    checks.expect("chosen", awaited=False)
+    checks.ended(record_of("chosen-0"))
+    await until(lambda: referee.counted == ["ended_early"])
+    checks.ended(record_of("chosen-1"))  # another choice, which comes late
+    await checks.sent("chosen", SENT)
+    checks.lost("chosen", "ended_early")
+    assert referee.names == ["chosen-0", "chosen-1"], "each is checked once"
 
 
 async def test_who_asks_is_chosen_and_waits(referee: Referee) -> None:

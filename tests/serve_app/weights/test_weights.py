@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deploy.rl import shards
-from serve_app.backends.base import ModelInfo, PauseMode, ServedWeights
+from serve_app.backends.base import ModelInfo, PauseMode, ServedWeights, Shard
 from serve_app.errors import UpdateRefused
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.weights.coordinator import WeightCoordinator
-from serve_app.weights.desired_state import CONFIGURED, DesiredState, Outcome, Shard, WeightsRef, WeightsStatus
+from serve_app.weights.desired_state import CONFIGURED, DesiredState, Outcome, WeightsRef, WeightsStatus
 from serve_app.weights.transfer import Transfers, digest_of, fetched
 from serve_app.weights.updater import WeightUpdater
 from speculative.errors import EngineFault
