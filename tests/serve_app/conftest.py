@@ -142,10 +142,7 @@ def serve_fake(tokenizer: Tokenizer, serve_http: Callable[[FastAPI], int]) -> It
         asyncio.run(backend.start())
         source = BackendSource(backend)
         app = build_ingress(
-            FrontEnd(source, tokenizer, backend.info, limits),
-            operations=operations,
-            admin=admin,
-            gate=gate,
+            FrontEnd(source, tokenizer, backend.info, limits), operations=operations, admin=admin, gate=gate
         )
         if page is not None:
             add_page(app, page)

@@ -23,11 +23,7 @@ MINIMAL = {"config": {"model": {"source": "/models/tiny"}}, "image": {"repositor
 
 
 def template(values: dict[str, Any] | Path, *options: str, name: str = "demo", chart: Path = CHART) -> list[Object]:
-    """The objects that helm renders, the caller's own to change.
-
-    Raises:
-        ChartError: helm refused the values.
-    """
+    """The objects that helm renders, the caller's own to change. Raises ChartError: helm refused the values."""
     text = json.dumps(values) if isinstance(values, dict) else values.read_text(encoding="utf-8")
     rendered = _rendered if chart == CHART else _rendered.__wrapped__
     return copy.deepcopy(rendered(text, options, name, chart))

@@ -14,11 +14,8 @@ VERSIONS = ("1.29.0", "1.33.0", "1.37.0")
 
 
 def check(objects: Sequence[dict[str, Any]], versions: Sequence[str] = VERSIONS) -> None:
-    """Fail with all that is wrong with objects, by object, version and field.
-
-    Raises:
-        FileNotFoundError: a version has no such kind.
-    """
+    """Fail with all that is wrong with objects, by object, version and field. Raises FileNotFoundError: a version has
+    no such kind."""
     faults = [
         f"{found['kind']} {found['metadata']['name']} in Kubernetes {version}: {fault.json_path}: {fault.message}"
         for version in versions

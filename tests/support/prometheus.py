@@ -84,11 +84,7 @@ class Prometheus:
     url: str
 
     def get(self, path: str, **params: str) -> Any:
-        """The data of an answer of its API.
-
-        Raises:
-            AssertionError: the answer is an error, in Prometheus' words.
-        """
+        """The data of an answer of its API. Raises AssertionError: the answer is an error, in Prometheus' words."""
         answer = httpx.get(f"{self.url}/api/v1/{path}", params=params, timeout=60).json()
         assert answer["status"] == "success", (params, answer.get("error"))
         assert not answer.get("warnings"), (params, answer["warnings"])

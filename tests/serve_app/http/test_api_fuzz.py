@@ -113,11 +113,7 @@ class Fuzzed:
         self.session.headers["authorization"] = f"Bearer {TOKEN}"
 
     def _read(self, exchange: Exchange, records: Sequence[Record]) -> list[Answer]:
-        try:
-            answers = self._reader.answers(exchange, records)
-        except Exception as error:
-            self.accused.append(f"{error!r}: {exchange}")
-            raise
+        answers = self._reader.answers(exchange, records)
         self.accused += [f"{one.broken_limit}: {exchange}" for one in answers if one.broken_limit]
         return answers
 

@@ -221,8 +221,7 @@ def test_a_structure_is_looked_for_behind_the_reasoning(
 
 
 @pytest.mark.parametrize(
-    ("ids", "content", "found"),
-    [("hm", "", ""), ("hm\3So", "So", "it is not a JSON object"), ('hm\3{"a', '{"a', "")],
+    ("ids", "content", "found"), [("hm", "", ""), ("hm\3So", "So", "it is not a JSON object"), ('hm\3{"a', '{"a', "")]
 )
 def test_of_reasoning_that_was_cut_off_nothing_is_demanded(ids: str, content: str, found: str) -> None:
     assert Said(content, reasoning="hm", ids=ids, reason="length").broken(JSON_FORM, mark="</t>") == found

@@ -156,8 +156,7 @@ def test_what_cannot_be_repeated_is_not_tested(
 
 
 @pytest.mark.parametrize(
-    "request_body",
-    [{"response_format": {"type": "json_object"}}, {"tool_choice": "required"}, {"guided_regex": "a+"}],
+    "request_body", [{"response_format": {"type": "json_object"}}, {"tool_choice": "required"}, {"guided_regex": "a+"}]
 )
 def test_logprobs_that_a_grammar_leaves_are_not_the_models(
     reader: ExchangeReader, request_body: dict[str, Any]
