@@ -80,7 +80,7 @@ class EventStream(Response):
         """Send the events (ASGI)."""
         self._pace.num_streams += 1
         try:
-            await unless_disconnected(receive, self._send_all(send))
+            await unless_disconnected(receive, self._send_all(send, has_body=scope.get("method") != "HEAD"))
         except (ClientDisconnect, OSError):  # OSError: the server noticed while sending, or patience ended
             logger.info("%s: the client left", scope.get("path"))
         finally:
@@ -90,11 +90,12 @@ class EventStream(Response):
             finally:
                 self._closed()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, *, has_body: bool) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        if self._first:
+        if has_body and self._first:
             await self._send(send, self._first)
-        await self._send_rest(send)
+        if has_body:
+            await self._send_rest(send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, message: bytes) -> None:

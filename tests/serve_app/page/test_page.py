@@ -144,6 +144,7 @@ def test_status_and_history_are_json_and_events_begin_with_the_status(served: Se
         assert response.headers["content-type"].startswith("text/event-stream")
         line = next(line for line in response.iter_lines() if line.startswith("data: "))
     assert json.loads(line.removeprefix("data: "))["now"]["requests_per_s"] > 1
+    assert httpx.head(f"{served.url}/status/events").status_code == 200, "it waits for no event"
 
 
 def test_the_book_adds_up_replicas_but_never_strata() -> None:
