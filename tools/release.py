@@ -43,11 +43,8 @@ def version(root: Path = ROOT) -> str:
 
 
 def check(tag: str | None = None, root: Path = ROOT) -> str:
-    """The version, once everything that states one agrees, and the tag of a release with it.
-
-    Raises:
-        ReleaseError: something states another version; a line each.
-    """
+    """The version, once everything that states one agrees, and the tag of a release with it. Raises ReleaseError:
+    something states another version; a line each."""
     meant = version(root)
     wrong = [f"{place}: {found}, but pyproject.toml has {meant}" for place, found in _stated(root) if found != meant]
     if tag is not None and tag != f"v{meant}":
@@ -63,11 +60,7 @@ def check(tag: str | None = None, root: Path = ROOT) -> str:
 
 
 def notes(released: str, root: Path = ROOT) -> str:
-    """Return what the changelog says of a version.
-
-    Raises:
-        ReleaseError: it says nothing.
-    """
+    """Return what the changelog says of a version. Raises ReleaseError: it says nothing."""
     changelog = (root / "CHANGELOG.md").read_text(encoding="utf-8")
     section = re.search(rf"^## \[{re.escape(released)}\] - \d{{4}}-\d\d-\d\d\n(.*?)(?=^## |\Z)", changelog, re.M | re.S)
     if section is None or not section[1].strip():
@@ -76,11 +69,8 @@ def notes(released: str, root: Path = ROOT) -> str:
 
 
 def cut(new: str, root: Path = ROOT) -> list[str]:
-    """Write a version wherever one stands, and turn the changelog's unreleased section into its own.
-
-    Raises:
-        ReleaseError: it is no version, it has been released, or nothing is new.
-    """
+    """Write a version wherever one stands, and turn the changelog's unreleased section into its own. Raises
+    ReleaseError: it is no version, it has been released, or nothing is new."""
     if not re.fullmatch(_NUMBER, new):
         raise ReleaseError(f"{new!r} is not a version; give three numbers with dots between them.")
     path = root / "CHANGELOG.md"

@@ -55,13 +55,8 @@ class RayHead:
 def ray_head(
     num_cpus: int, labels: Mapping[str, str] | None = None, settings: Mapping[str, str] | None = None
 ) -> Iterator[RayHead]:
-    """Start a head on free ports, and end all of it with the block.
-
-    Args:
-        num_cpus: that it says it has.
-        labels: of its node.
-        settings: further environment of its processes.
-    """
+    """Start a head on free ports, and end all of it with the block. It says that it has so many CPUs, and its node
+    these labels; `settings` are further environment of its processes."""
     gcs, dashboard, agent, metrics = free_ports(4)
     mine = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "PATH": f"{_SCRIPTS}{os.pathsep}{os.environ['PATH']}"}
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | mine
@@ -107,15 +102,8 @@ def ray_node(
     *,
     num_gpus: int = 0,
 ) -> Iterator[Callable[[], None]]:
-    """One more node of its cluster, on this machine; the value kills it with all that runs there.
-
-    Args:
-        head: of the cluster.
-        num_cpus: that it says it has.
-        labels: of the node.
-        settings: further environment of its processes.
-        num_gpus: that it says it has.
-    """
+    """One more node of its cluster, on this machine, which says that it has so many CPUs and GPUs and these labels; the
+    value kills it with all that runs there. `settings` are further environment of its processes."""
     node = Node(head.address, NodeShape(num_cpus, labels, num_gpus), head.environment | dict(settings or {}))
     try:
         node.wait_until_joined(lambda: (known["labels"] for known in head.nodes()))

@@ -60,12 +60,8 @@ class BenchOptions:
 
 
 def run_command(options: BenchOptions, view: View, console: Console) -> BenchResult:
-    """Measure, print, and write what was asked for.
-
-    Raises:
-        ConfigError: an option is wrong, a file cannot be written, no engine could be started, or the machine was not
-            quiet and a page was to be written without `--noisy`.
-    """
+    """Measure, print, and write what was asked for. Raises ConfigError: an option is wrong, a file cannot be written,
+    no engine could be started, or the machine was not quiet and a page was to be written without `--noisy`."""
     for_page = options.markdown is not None and not options.noisy
     check_writable(options.json_file, "--json")
     check_writable(options.markdown, "--markdown")
@@ -96,11 +92,7 @@ def _require_quiet(others_cores: float | None, when: str) -> None:
 
 
 def make_plan(options: BenchOptions, view: View) -> BenchPlan:
-    """Check the options, and fetch and encode what they name.
-
-    Raises:
-        ConfigError: one is wrong.
-    """
+    """Check the options, and fetch and encode what they name. Raises ConfigError: one is wrong."""
     if options.gpu and not torch.cuda.is_available():
         raise ConfigError(
             "--gpu: torch sees no CUDA device here; run it on a machine that has one, with a CUDA build of torch "
@@ -143,10 +135,7 @@ def make_plan(options: BenchOptions, view: View) -> BenchPlan:
 
 def _find_gguf(model: str, folder: Path, view: View) -> Path | None:
     """The GGUF file beside a model's weights, or that of a catalogue model, fetched once into the cache; else None.
-
-    Raises:
-        FetchFailed: it could not be downloaded.
-    """
+    Raises FetchFailed: it could not be downloaded."""
     beside = sorted(folder.glob("*.gguf"))
     if beside:
         return beside[0]

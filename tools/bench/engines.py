@@ -70,11 +70,8 @@ class LeftOut:
 
 
 def resolve(plan: BenchPlan) -> tuple[list[Launch], list[LeftOut]]:
-    """Return how to start each engine of the plan, and those that cannot be, with the fix.
-
-    Raises:
-        ConfigError: a name or an option is not known.
-    """
+    """Return how to start each engine of the plan, and those that cannot be, with the fix. Raises ConfigError: a name
+    or an option is not known."""
     resolvers = {OURS: _ours, LLAMA: _llama, VLLM: _vllm, SERVED: _served}
     launches: list[Launch] = []
     left_out: list[LeftOut] = []
@@ -383,11 +380,7 @@ class _Options:
             raise ConfigError(f"--engines: {self._name.text}: {key} must be a number, got {value!r}.") from None
 
     def require_all_used(self) -> None:
-        """Refuse what nobody asked for.
-
-        Raises:
-            ConfigError: an option is not known here.
-        """
+        """Refuse what nobody asked for. Raises ConfigError: an option is not known here."""
         if self._left:
             known = ", ".join(self._known) or "no options"
             raise ConfigError(f"--engines: {self._name.text}: unknown {', '.join(self._left)}; known here: {known}.")

@@ -76,11 +76,7 @@ class EngineProcess:
         return None if self._process is None else self._process.pid
 
     def run(self, ask: BatchOfPrompts) -> dict[str, Any]:
-        """One batch of prompts.
-
-        Raises:
-            EngineFailed: the engine said so, or has ended.
-        """
+        """One batch of prompts. Raises EngineFailed: the engine said so, or has ended."""
         self._signal(signal.SIGCONT)
         time.sleep(_SETTLE_S)
         try:

@@ -29,11 +29,8 @@ class ChaosOptions:
 
 
 def sizes_to_kill(application: Application) -> dict[str, int]:
-    """Replicas of each deployment that may lose one.
-
-    Raises:
-        ConfigError: there is none, or no router that would keep the streams.
-    """
+    """Replicas of each deployment that may lose one. Raises ConfigError: there is none, or no router that would keep
+    the streams."""
     args = application.effective_args
     if args.router is None:
         raise ConfigError("recovery.resume is false: streams would end with their replica; set it to true.")

@@ -135,14 +135,8 @@ class Node:
         self._output.close()
 
     def wait_until_joined(self, nodes: Callable[[], Iterable[Mapping[str, str]]]) -> None:
-        """Wait until it is a node of the cluster.
-
-        Args:
-            nodes: the labels of those that live.
-
-        Raises:
-            NodeNotStarted: it has ended, or that took too long.
-        """
+        """Wait until it is a node of the cluster. nodes: the labels of those that live. Raises NodeNotStarted: it has
+        ended, or that took too long."""
         deadline = time.monotonic() + _START_S
         while not any(self._name.items() <= labels.items() for labels in nodes()):
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -184,11 +178,7 @@ class HeadNode:
             self._process = _ray_start(self._arguments, log.fileno(), self._environment)
 
     def wait_until_it_listens(self) -> None:
-        """Wait until nodes can join.
-
-        Raises:
-            NodeNotStarted: it has ended, or that took too long.
-        """
+        """Wait until nodes can join. Raises NodeNotStarted: it has ended, or that took too long."""
         deadline = time.monotonic() + _START_S
         while True:
             with contextlib.suppress(OSError):
@@ -229,11 +219,8 @@ class LocalCluster:
         self.nodes: list[Node] = []
 
     def start(self, shapes: Sequence[NodeShape]) -> None:
-        """Start nodes, one after the other: two that start at once can choose the same names for their sockets.
-
-        Raises:
-            NodeNotStarted: one ended, or took too long.
-        """
+        """Start nodes, one after the other: two that start at once can choose the same names for their sockets. Raises
+        NodeNotStarted: one ended, or took too long."""
         with connected(self.address):
             for shape in shapes:
                 node = Node(self.address, shape, self._environment)
@@ -242,10 +229,7 @@ class LocalCluster:
 
     def replace_node_of(self, pid: int) -> None:
         """Kill the node that a process is of, and start another like it, as a cluster's autoscaler or kubelet would.
-
-        Raises:
-            NodeNotStarted: the other one did not start.
-        """
+        Raises NodeNotStarted: the other one did not start."""
         self.begin_replacing(self.node_of(pid)).wait_until_joined(_labels)
 
     def node_of(self, pid: int) -> int:

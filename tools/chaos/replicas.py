@@ -120,11 +120,7 @@ class Killer:
         self.kills[deployment] += 1
 
     def wait_until_whole(self, timeout_s: float = 300.0) -> None:
-        """Wait until every deployment has all of its replicas.
-
-        Raises:
-            PoolNotWhole: that took too long.
-        """
+        """Wait until every deployment has all of its replicas. Raises PoolNotWhole: that took too long."""
         deadline = time.monotonic() + timeout_s
         while missing := [deployment for deployment in self._sizes if not self._is_whole(deployment)]:
             if time.monotonic() > deadline:

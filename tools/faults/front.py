@@ -17,7 +17,7 @@ from serve_app.referee.answer import Answer
 from serve_app.referee.records import Record, Records
 from serve_app.referee.replay_selection import Checks
 from serve_app.referee.verdicts import Checked
-from serve_app.referee.wire.exchange import CHAT, COMPLETIONS
+from serve_app.referee.wire.exchange import CHAT, COMPLETIONS, GENERATE, RESPONSES
 from serve_app.referee.wire.own import OwnReader
 from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.streams.pooled import PooledTokenSource
@@ -41,7 +41,11 @@ _NAMED = {"type": "function", "function": {"name": "light"}}
 _KINDS: tuple[dict[str, Any], ...] = (
     {"stop": ["e", "t", "a"]},
     {"bad_words": ["e", "t"]},
-    {"n": 2},
+    {"n": 2, "logprobs": 2, "return_token_ids": True},
+    {"echo": True, "logprobs": 1, "stream": True, "stream_options": {"include_usage": True}},
+    {"logit_bias": {"5": 3.0, "6": -3.0}, "top_p": 0.8},
+    {"input": "Say it.", "top_logprobs": 2, "max_output_tokens": 9},
+    {"sampling_params": {"max_tokens": 9, "logprobs": 1}},
     {"structured_outputs": {"choice": ["one", "two"]}},
     {"structured_outputs": {"regex": "[a-d]{3,6}"}},
     {"structured_outputs": {"json": {"type": "array", "items": {"type": "boolean"}, "maxItems": 4}}},
@@ -49,6 +53,7 @@ _KINDS: tuple[dict[str, Any], ...] = (
     {"stop_token_ids": list(range(0, 500, 5)), "max_tokens": 9},
     {"tools": _TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 80},
     {"tools": _TOOLS, "tool_choice": _NAMED, "max_tokens": 80},
+    {"tools": _TOOLS, "tool_choice": "required", "max_tokens": 130, "logit_bias": {"63": -9.0}},  # several calls
 )
 
 
@@ -108,9 +113,14 @@ async def _watch(mutant: Mutant, folder: Path, until: Callable[[Watch, int], boo
 
 def _requests() -> Iterator[tuple[str, dict[str, Any]]]:
     for number in itertools.count():
-        body = {"model": "audited", "seed": number, "max_tokens": 24, **_KINDS[number % len(_KINDS)]}
-        if "tools" in body:
+        kind = _KINDS[number % len(_KINDS)]
+        body = {"model": "audited", "seed": number, "max_tokens": 24, **kind}
+        prompt = [3 + (7 * number + 5 * place) % 400 for place in range(12)]
+        if "tools" in kind:
             yield CHAT, {"messages": [{"role": "user", "content": f"Call {number}."}], **body}
+        elif "input" in kind:
+            yield RESPONSES, {"model": "audited", "seed": number, **kind}
+        elif "sampling_params" in kind:
+            yield GENERATE, {"token_ids": prompt, **kind}
         else:
-            prompt = [3 + (7 * number + 5 * place) % 400 for place in range(12)]
             yield COMPLETIONS, {"prompt": prompt, **body}

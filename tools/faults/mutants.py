@@ -5,7 +5,7 @@ Ids are those of the fault catalogue. A mutant changes one behaviour of one engi
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from serve_app.backends.base import ChatPrompt
+from serve_app.openai.choice import ChoiceRun
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.prepared_request import PreparedRequest
+from serve_app.openai.replies import ChoiceDelta, TokenEntry, Usage
 from serve_app.text.tokenizer import StopStrings
 from speculative.cache.prefix import hash_block
 from speculative.config import DrafterConfig
@@ -721,9 +723,26 @@ def _one_choice_too_few(front_end: FrontEnd) -> None:
 
 @front_mutant("F21 a stop string is lost")
 def _last_stop_string_is_lost(front_end: FrontEnd) -> None:
+    _change_job(front_end, lambda job: replace(job, stops=StopStrings(job.stops.strings[:-1])))
+
+
+@front_mutant("F21 only the first stop string is kept")
+def _first_stop_string_only(front_end: FrontEnd) -> None:
+    _change_job(front_end, lambda job: replace(job, stops=StopStrings(job.stops.strings[:1])))
+
+
+@front_mutant("F11 the echo begins one character late")
+def _echo_begins_late(front_end: FrontEnd) -> None:
+    _change_job(
+        front_end, lambda job: replace(job, echoed=tuple(replace(one, text=one.text[1:]) for one in job.echoed))
+    )
+
+
+def _change_job(front_end: FrontEnd, change: Callable[[PreparedRequest], PreparedRequest]) -> None:
+    """Have requests taken in as others."""
+
     async def preparing(prepare: Any, *args: Any, **rest: Any) -> PreparedRequest:
-        job: PreparedRequest = await prepare(*args, **rest)
-        return replace(job, stops=StopStrings([string for string, _ in job.stops.patterns[:-1]]))
+        return change(await prepare(*args, **rest))
 
     _wrap(front_end, "prepare", preparing)
 
@@ -731,6 +750,106 @@ def _last_stop_string_is_lost(front_end: FrontEnd) -> None:
 def _change_groups(front_end: FrontEnd, change: Callable[[tuple[Request, ...]], tuple[Request, ...]]) -> None:
     """Have the front end ask the engine for something else than the client's choices."""
     _wrap(front_end, "_group", lambda group, *args: change(group(*args)))
+
+
+def _change_each(front_end: FrontEnd, change: Callable[[Request], Request]) -> None:
+    """Have each of a client's choices be another request."""
+    _change_groups(front_end, lambda group: tuple(map(change, group)))
+
+
+Change = Callable[[ChoiceDelta, PreparedRequest], ChoiceDelta]
+
+
+def _change_pieces(front_end: FrontEnd, change: Change) -> None:
+    """Have something else go out than was made of the engine's tokens."""
+
+    async def changing(pieces: Any, job: PreparedRequest, run: ChoiceRun) -> AsyncGenerator[ChoiceDelta | None, None]:
+        async for piece in pieces(job, run):
+            yield None if piece is None else change(piece, job)
+
+    _wrap(front_end, "_pieces", changing)
+
+
+def _change_usage(front_end: FrontEnd, change: Callable[[Usage], Usage]) -> None:
+    """Have tokens counted in another way."""
+
+    def counting(pieces: Any, job: PreparedRequest, run: ChoiceRun) -> Any:
+        _wrap(run, "usage", lambda usage: change(usage()))
+        return pieces(job, run)
+
+    _wrap(front_end, "_pieces", counting)
+
+
+def _entries_of_the_row_before(change: Callable[[TokenEntry, TokenEntry], TokenEntry]) -> Change:
+    """Have each token's entry changed by what the entry before it says."""
+    last: dict[int, TokenEntry] = {}
+
+    def changed(piece: ChoiceDelta, job: PreparedRequest) -> ChoiceDelta:
+        entries, made = piece.logprobs or (), list[TokenEntry]()
+        for entry in entries:
+            made.append(change(entry, last.get(piece.index, entry)))
+            last[piece.index] = entry
+        return piece if piece.logprobs is None else piece._replace(logprobs=tuple(made))
+
+    return changed
+
+
+_IN_REPLIES: dict[str, Change] = {
+    "F21 a text is cut one character before its stop string": lambda piece, job: (
+        piece._replace(text=piece.text[:-1]) if isinstance(piece.stop_reason, str) else piece
+    ),
+    "F21 an answer that max_tokens cut is said to have stopped": lambda piece, job: (
+        piece._replace(finish_reason="stop") if piece.finish_reason == "length" else piece
+    ),
+    "F21 another stop string is named": lambda piece, job: (
+        piece._replace(stop_reason=job.stops.strings[-1]) if isinstance(piece.stop_reason, str) else piece
+    ),
+    "F21 choices change places": lambda piece, job: (
+        piece._replace(index=1 - piece.index) if job.head.num_choices == 2 else piece
+    ),
+    "F9 the second call is lost": lambda piece, job: piece._replace(
+        calls=tuple(one for one in piece.calls if one.index == 0)
+    ),
+    "F10 ids of a reply are one too high": lambda piece, job: piece._replace(
+        token_ids=tuple(token + 1 for token in piece.token_ids)
+    ),
+    "F10 logprobs of the row before, in the reply alone": _entries_of_the_row_before(
+        lambda entry, before: replace(entry, logprob=before.logprob)
+    ),
+    "F10 likeliest tokens of the row before, in the reply alone": _entries_of_the_row_before(
+        lambda entry, before: replace(entry, top=before.top)
+    ),
+}
+_IN_REQUESTS: dict[str, Callable[[Request], Request]] = {
+    "F9 min_tokens is lost": lambda one: replace(one, params=replace(one.params, min_tokens=0)),
+    "F9 the last of the biases is lost": lambda one: replace(
+        one, params=replace(one.params, logit_bias=one.params.logit_bias[:-1])
+    ),
+    "F27 filters are lost in front of the engine where no logprobs are asked for": lambda one: (
+        one if one.params.returns_logprobs else replace(one, params=replace(one.params, top_k=0, top_p=1.0))
+    ),
+}
+for _name, _change in _IN_REPLIES.items():
+    front_mutant(_name)(partial(_change_pieces, change=_change))
+for _name, _changed in _IN_REQUESTS.items():
+    front_mutant(_name)(partial(_change_each, change=_changed))
+
+
+@front_mutant("F17 all choices have the seed of the first")
+def _one_seed_for_all(front_end: FrontEnd) -> None:
+    _change_groups(front_end, lambda group: tuple(replace(one, seed=group[0].seed) for one in group))
+
+
+@front_mutant("F18 tokens of rejected drafts are counted")
+def _rejected_are_counted(front_end: FrontEnd) -> None:
+    _change_usage(
+        front_end, lambda usage: replace(usage, completion_tokens=usage.completion_tokens + usage.rejected_tokens)
+    )
+
+
+@front_mutant("F18 a prompt is counted one token short")
+def _prompt_counted_short(front_end: FrontEnd) -> None:
+    _change_usage(front_end, lambda usage: replace(usage, prompt_tokens=usage.prompt_tokens - 1))
 
 
 @mutant("F27 no filters where no logprobs are asked for", "requests")

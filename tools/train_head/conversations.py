@@ -84,11 +84,8 @@ class Conversations:
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer) -> list[Messages]:
-    """Prompts of a .jsonl file: each line an object with `prompt` (a text) or `messages` (a conversation).
-
-    Raises:
-        ConfigError: a line holds neither, or the model's template does not take it.
-    """
+    """Prompts of a .jsonl file: each line an object with `prompt` (a text) or `messages` (a conversation). Raises
+    ConfigError: a line holds neither, or the model's template does not take it."""
     prompts: list[Messages] = []
     lines = path.read_text(encoding="utf-8").split("\n")  # a text may hold what else splits lines, such as U+2028
     for number, line in enumerate(lines, start=1):

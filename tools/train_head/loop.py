@@ -100,10 +100,7 @@ class Trainer:
 
     def run(self) -> Point:
         """Train to the end; measure every `report_every_s`. Returns the last point; the saved head is that of `best`.
-
-        Raises:
-            ConfigError: the training diverged; what was saved before that is kept.
-        """
+        Raises ConfigError: the training diverged; what was saved before that is kept."""
         self._report()
         started = reported = time.monotonic()
         for which in _batches(self._conversations, self.train_ids, self.config):

@@ -6,7 +6,7 @@ This shares no code with what serves but the tokenizer. What is found says nothi
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -236,11 +236,13 @@ class _Comparison:
             yield "its reasoning and its calls", (reasoning, wire.calls), ("", {})
         elif use in ("none", "auto"):
             mark = "" if self._reading is None else self._reading.thought_end or ""
-            yield "its text", _is_told(end.text, content, reasoning, mark, bool(wire.calls)), True
+            text = self._marked(index, mark) if mark and mark not in end.text else end.text
+            yield "its text", _is_told(text, content, reasoning, mark, bool(wire.calls)), True
+            if mark in text and not (self._reads_calls or wire.calls) and use == "none":
+                yield "its content", content.strip(), text.partition(mark)[2].strip()
+        if use in ("auto", "required"):
             lost = lost_part(end.text, self._asked.functions, wire, self._demands.max_calls)
             yield lost, bool(lost) and self._reading is None, False
-        if self._reading is None and self._use in ("required", "named"):
-            yield "its content", content.strip() if wire.calls else "", ""
 
     def _of_tokens(self, wire: Json, index: int) -> Facts:
         """Its tokens, and what is told of each."""
@@ -274,12 +276,12 @@ class _Comparison:
         if num is None or index % self._asked.num_choices:
             yield "prompt_logprobs", rows, None
             return
-        ids = trace.request.prompt_token_ids[1:]
+        ids, beside_of = trace.request.prompt_token_ids[1:], _beside_of(trace)
         own = [_finite(one) for one in trace.prompt_logprobs]
         yield "prompt_logprobs of the first token", rows[:1], [None]
         yield "prompt_logprobs", [row[str(token)]["logprob"] for token, row in zip(ids, rows[1:], strict=True)], own
         for place, (token, row) in enumerate(zip(ids, rows[1:], strict=True), start=1):
-            beside = _beside(trace, place)
+            beside = beside_of(place)
             if beside is None:
                 continue
             top = [(one, _finite(value)) for one, value in beside.top[:num]]
@@ -316,7 +318,8 @@ class _Comparison:
         echoed = self._echoed(index)
         offsets = list(accumulate(map(len, end.texts), initial=len(echoed)))
         own = zip(trace.token_ids[: end.num], trace.logprobs, offsets, strict=False)
-        entries = [_Entry(*one, _beside(trace, place)) for place, one in enumerate(own, start=len(prompt))]
+        beside = _beside_of(trace)
+        entries = [_Entry(*one, beside(place)) for place, one in enumerate(own, start=len(prompt))]
         if not self._body.get("echo") or asked.num_logprobs is None:
             return entries
         first = self._traces[index - index % asked.num_choices]
@@ -324,7 +327,8 @@ class _Comparison:
         known = "".join(texts) == echoed  # else some of it has another text alone
         before = accumulate(map(len, texts[:-1]), initial=0) if known else [None] * len(prompt)
         of_prompt = enumerate(zip(prompt, [None, *first.prompt_logprobs], before, strict=True))
-        return [*(_Entry(*one, _beside(first, place)) for place, one in of_prompt), *entries]
+        beside = _beside_of(first)
+        return [*(_Entry(*one, beside(place)) for place, one in of_prompt), *entries]
 
     def _row(self, one: "_Entry") -> Json:
         """An entry of a chat, or of generation from tokens."""
@@ -404,6 +408,11 @@ class _Comparison:
             return None
         return _CALL_MARKS if self._use == "auto" and not self._reads_calls else ()
 
+    def _marked(self, index: int, mark: str) -> str:
+        """The text of a choice with what ends its reasoning, where that is a token without a text."""
+        detokenizer = self._tokenizer.detokenizer(shown=(*(self._shown or ()), mark), continuation=True)
+        return "".join(detokenizer.push(self._traces[index].token_ids[: self._ends[index].num]))
+
     def _broken_demand(self, wire: Choice, index: int) -> str:
         """Return which demand of its client a choice breaks, in words; "" = none."""
         end, trace, reading = self._ends[index], self._traces[index], self._reading
@@ -428,13 +437,16 @@ class _Entry(NamedTuple):
     beside: Alternatives | None
 
 
-def _beside(trace: Record, place: int) -> Alternatives | None:
-    """What the engine reported beside the logprob of a token of the prompt, or of the answer; None = it is not kept."""
-    params = trace.request.params
-    in_prompt = place < len(trace.request.prompt_token_ids)
-    if not place or not (params.prompt_logprobs if in_prompt else params.logprobs or params.logprob_token_ids):
-        return Alternatives(place)
-    return next((one for one in trace.alternatives.kept if one.place == place), None)
+def _beside_of(trace: Record) -> Callable[[int], Alternatives | None]:
+    """What the engine reported beside the logprob in a place of prompt and answer; None = it is not kept."""
+    params, num_prompt = trace.request.params, len(trace.request.prompt_token_ids)
+    known = {one.place: one for one in trace.alternatives.kept}
+
+    def beside(place: int) -> Alternatives | None:
+        asked = params.prompt_logprobs if place < num_prompt else params.logprobs or params.logprob_token_ids
+        return known.get(place) if place and asked else Alternatives(place)
+
+    return beside
 
 
 def _first(facts: Facts) -> str:

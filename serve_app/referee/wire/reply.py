@@ -266,9 +266,10 @@ def _add(known: Json, more: Json) -> None:
             _add(known[name], value)
         elif value is None or before is None:
             known[name] = before if value is None else value
+        elif isinstance(value, list) and name not in _ONCE:
+            before += value  # in place: the lists of a stream may be long
         else:
-            grows = name in _GROWS or (isinstance(value, list) and name not in _ONCE)
-            known[name] = before + value if grows else value
+            known[name] = before + value if name in _GROWS else value
 
 
 def _of_response(response: Json) -> Json:

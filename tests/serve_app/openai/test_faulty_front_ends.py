@@ -1,5 +1,5 @@
 """Faults between a client's JSON and the engine's request, and between the engine's deltas and the reply's bytes: what
-went over the wire shows each, streamed or not, and nothing of a sound front end."""
+went over the wire shows each, streamed or not, and nothing of a sound front end. Others are in `tools/faults`."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,7 +12,6 @@ from serve_app.openai.chat.chat_preprocessor import ResponseParser
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.choice import ChoiceRun, _Choice
 from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.requests import WireRequest
 from serve_app.openai.responses.response_requests import ResponsesRequest
 from serve_app.referee.wire.own import OwnReader
 from serve_app.text.answer_text import AnswerText
@@ -53,10 +52,6 @@ def one_too_low(piece: replies.ChoiceDelta) -> replies.ChoiceDelta:
     return piece._replace(logprobs=tuple(dataclasses.replace(one, logprob=(one.logprob or 0) - 1) for one in entries))
 
 
-def cut(piece: replies.ChoiceDelta) -> replies.ChoiceDelta:
-    return piece._replace(text=piece.text[:-1]) if piece.finish_reason else piece
-
-
 def other_params(**changes: Any) -> Fault:
     return around(FrontEnd, "_params", lambda params, *_: dataclasses.replace(params, **changes))
 
@@ -75,13 +70,11 @@ MADE = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call
 ONE_CALL = {**REQUIRED, "tool_choice": "auto", "parallel_tool_calls": False, "max_tokens": 120}
 LOGPROBS = {"logprobs": 1, "return_token_ids": True}
 STOPPED = {"stop": ["never", " STOP"], "max_tokens": 50}
+CHOICES = {"structured_outputs": {"choice": ["one", "one two"]}}
 PLAIN, ANY = (COMPLETIONS, CHAT), (COMPLETIONS, CHAT, RESPONSES)
 FAULTS: list[tuple[tuple[str, ...], dict[str, Any], str, Fault]] = [
-    (PLAIN, STOPPED, TEXT, of_pieces(cut)),
     (ANY, {}, TEXT, of_pieces(lambda piece: piece._replace(text=piece.text.replace("o", "0")))),
     (ANY, {"max_tokens": 2}, TEXT, of_pieces(lambda one: one._replace(finish_reason=one.finish_reason and "stop"))),
-    (PLAIN, STOPPED, TEXT, of_pieces(lambda one: one._replace(stop_reason=one.stop_reason and "never"))),
-    (PLAIN, STOPPED, TEXT, around(WireRequest, "stop_strings", lambda found: found[:1])),
     (PLAIN, STOPPED, TEXT, lambda patch: patch.setattr(frontend, "StopStrings", lambda _: StopStrings(()))),
     (PLAIN, {}, TEXT, around(AnswerText, "end", lambda text, *_: text + "!")),
     ((COMPLETIONS,), LOGPROBS, TEXT, of_pieces(one_too_low)),
@@ -91,13 +84,8 @@ FAULTS: list[tuple[tuple[str, ...], dict[str, Any], str, Fault]] = [
     (ANY, {"temperature": 0.5}, TEXT, other_params(temperature=1.0)),
     (PLAIN, {"bad_words": ["four"]}, "one two", other_params(bad_words=())),
     (PLAIN, {"logit_bias": {"5": 1.0}}, TEXT, other_params(logit_bias=())),
-    (PLAIN, {"structured_outputs": {"choice": ["one two", "x"]}}, "one two", other_params(structure=None)),
-    (
-        PLAIN,
-        {"structured_outputs": {"choice": ["one", "two"]}},
-        "one",
-        of_pieces(lambda one: one._replace(text=one.text[1:])),
-    ),
+    (PLAIN, CHOICES, "one two", other_params(structure=None)),
+    (PLAIN, CHOICES, "one", of_pieces(lambda one: one._replace(text=one.text[1:]))),
     ((CHAT,), REQUIRED, CALLED, of_pieces(lambda piece: piece._replace(calls=piece.calls[1:]))),
     ((CHAT,), ONE_CALL, MADE * 2, around(ResponseParser, "allowed", lambda _, __, calls: tuple(calls))),
     ((RESPONSES,), {"tools": [{"type": "function", **WEATHER}], "tool_choice": "required"}, "It rains.", lose_tools),

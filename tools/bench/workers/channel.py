@@ -105,11 +105,8 @@ def serve(start: Callable[[dict[str, Any]], Engine]) -> None:
 
 
 def checked(ask: BatchOfPrompts, sample: dict[str, Any]) -> dict[str, Any]:
-    """The sample, if every stream gave what was asked for.
-
-    Raises:
-        RuntimeError: one gave fewer or more tokens; its speed would compare with nothing.
-    """
+    """The sample, if every stream gave what was asked for. Raises RuntimeError: one gave fewer or more tokens; its
+    speed would compare with nothing."""
     lengths = [len(answer) for answer in sample["token_ids"]]
     if lengths != [ask.max_tokens] * len(ask.prompts):
         raise RuntimeError(

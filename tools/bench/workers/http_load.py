@@ -22,11 +22,7 @@ class ServerLoad:
     model: str
 
     def run(self, ask: BatchOfPrompts) -> dict[str, Any]:
-        """One stream a prompt, started together.
-
-        Raises:
-            ServerFailed: a stream did not end well.
-        """
+        """One stream a prompt, started together. Raises ServerFailed: a stream did not end well."""
         return asyncio.run(self._run(ask))
 
     async def _run(self, ask: BatchOfPrompts) -> dict[str, Any]:

@@ -175,3 +175,32 @@ async def test_a_field_that_is_lost_is_missed(tooled: Tokenizer, path: str, name
     assert {one.wire for one in reader.answers(exchange, records)} == {"agrees"}
     found = reader.answers(replace(exchange, request=json.dumps(sent).encode()), records)
     assert "differs" in {one.wire for one in found}
+
+
+class Thinking:
+    """Parsers of reasoning that ends with `|`."""
+
+    reads_tools, reads_reasoning, keeps_special, thought_end = False, True, False, "|"
+
+    def reading(self, chat: Any, prompt: Any) -> "Thinking":
+        return self
+
+    def parser(self) -> Any:
+        raise AssertionError("the referee reads no answer with the parsers of the front end")
+
+
+async def test_reasoning_stays_apart_from_content(tooled: Tokenizer) -> None:
+    service, reader = made(tooled), OwnReader(info(tooled, LONGEST), tooled, Thinking())
+    await asked(service, CHAT, "one two|three four", {"max_tokens": 40})
+    (exchange,), (records,) = service.exchanges, service.records
+    reply = json.loads(exchange.reply)
+    for reasoning, content, wire in (
+        ("one two", "three four", "agrees"),
+        ("", "one twothree four", "differs"),
+        ("", "one two|three four", "differs"),
+        ("one two", "three", "differs"),
+        ("three four", "one two", "differs"),
+    ):
+        reply["choices"][0]["message"] |= {"content": content, "reasoning": reasoning}
+        other = replace(exchange, reply=json.dumps(reply).encode())
+        assert [one.wire for one in reader.answers(other, records)] == [wire], content
