@@ -35,6 +35,7 @@ _AS_SENT: Json = {
     "cache_salt": "",
 }  # fmt: skip
 """Fields that go on as they are sent, with what the service takes where they are not."""
+_OF_REQUESTS = ("seed", "chosen_seed", "priority", "adapter", "cache_salt", "resume")
 _LISTS: Json = {"stop_token_ids": (), "allowed_token_ids": None, "logprob_token_ids": ()}
 _LEGACY_MAX_TOKENS = 16
 _LEAST_DEEP = 50  # brackets of a call's arguments; what is nested deeper may be shown otherwise
@@ -132,6 +133,7 @@ class ClientRequest:
             "logprobs": self.num_logprobs,
             "prompt_logprobs": max(of_prompt, default=None) if choice == 0 else None,
             "reproducible": coupled if body.get("reproducible") is None else body["reproducible"],
+            "chosen_seed": seed is not None,
             "adapter": model if any(model == one.name for one in self.model.adapters) else "",
         }
         seeds = {} if seed is None else {"seed": _seed_of(seed, choice)}
@@ -194,7 +196,7 @@ def engine_fields(request: Request) -> Json:
     """The fields of an engine's request, by the names that clients have."""
     params = request.params
     named = {name: getattr(params, name) for name in params.__slots__}
-    own = {name: getattr(request, name) for name in ("seed", "priority", "adapter", "cache_salt", "resume")}
+    own = {name: getattr(request, name) for name in _OF_REQUESTS}
     return {**named, **own, "logit_bias": dict(params.logit_bias), "bad_words": set(params.bad_words)}
 
 

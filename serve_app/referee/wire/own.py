@@ -6,7 +6,7 @@ This shares no code with what serves but the tokenizer. What is found says nothi
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from serve_app.referee.wire.calls import lost_part, value_of
 from serve_app.referee.wire.client_request import ClientRequest, ToolUse, engine_fields
 from serve_app.referee.wire.demands import Made
 from serve_app.referee.wire.exchange import CHAT, COMPLETIONS, GENERATE, RESPONSES, Exchange
+from serve_app.referee.wire.parts import Facts, of_completion, of_response
 from serve_app.referee.wire.reply import Choice, Json, Reply, read_reply
 from serve_app.text.tokenizer import Tokenizer
 from speculative.request import FinishReason, Structure, TokenKind
@@ -26,15 +27,17 @@ from speculative.request import FinishReason, Structure, TokenKind
 PREFIX = "wire: "
 """Begins what is said of a difference."""
 _MASKED = -9999.0  # of a token that cannot occur, which JSON has no number for
+_ELSEWHERE = ("summary",)  # of reasoning, which is returned whole, and not summarized
 _CALL_MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 _REPEATED: Json = {
     "instructions": None, "max_output_tokens": None, "metadata": {}, "temperature": 1.0, "top_p": 1.0, "user": None,
     "parallel_tool_calls": True, "previous_response_id": None, "top_logprobs": 0,
+    "max_tool_calls": None, "prompt_cache_key": None, "safety_identifier": None, "tool_choice": "auto",
 }  # fmt: skip
 """Fields of a request that a response of the Responses API says again, and what it says where they are not sent."""
 
-Facts = Iterator[tuple[str, Any, Any]]
-"""What is compared: its name, the value that went over the wire, and the right one."""
+_KINDS = {COMPLETIONS: ("text_completion", "text_completion"), CHAT: ("chat.completion", "chat.completion.chunk")}
+"""Names of whole replies, and of the parts of streams."""
 
 
 class _End(NamedTuple):
@@ -152,8 +155,8 @@ class _Comparison:
         asked, head = self._asked, reply.head
         indices = range(asked.num_choices * len(asked.prompts))
         yield (
-            "the number of choices",
-            [reply.choices[one].wire.get("index") for one in sorted(reply.choices)],
+            "the numbers of the choices",
+            [reply.choices[one].wire.get("index") for one in self._in_order(reply)],
             [*indices],
         )
         yield "the number of the engine's requests", len(self._traces), len(indices)
@@ -172,8 +175,16 @@ class _Comparison:
             yield "weight_version", about["weight_version"] in made, True
         if self._exchange.path == RESPONSES:
             yield from self._of_response(reply)
+        elif self._exchange.path != GENERATE:
+            yield from of_completion(reply.parts, made, _KINDS[self._exchange.path][self._exchange.streamed])
+            if self._exchange.streamed:
+                yield "the stream's end", self._exchange.reply.endswith(b"data: [DONE]\n\n"), True
         if asked.is_chat or self._exchange.path == GENERATE:
             yield from self._of_prompt(head, 0)
+
+    def _in_order(self, reply: Reply) -> list[int]:
+        """Return the choices as a whole reply has them; those of a stream come as they will."""
+        return sorted(reply.choices) if self._exchange.streamed else [*reply.choices]
 
     def _of_usage(self, reply: Reply) -> Facts:
         options = self._sent.get("stream_options") or {}
@@ -185,10 +196,14 @@ class _Comparison:
         num_prompt = sum(len(trace.request.prompt_token_ids) for trace in traces[::each])
         num_tokens = sum(end.num for end in self._ends)
         counts = [one["completion_tokens"] for one in reply.usages]
+        each_part = bool(self._exchange.streamed and options.get("continuous_usage_stats"))
+        yield "the number of usages", len(counts), len(reply.parts) if each_part else 1
         yield "usage: prompt_tokens", usage["prompt_tokens"], num_prompt
         yield "usage: completion_tokens", usage["completion_tokens"], num_tokens
         yield "usage: total_tokens", usage["total_tokens"], num_prompt + num_tokens
         yield "usage: the counts of the stream", counts, sorted(counts)
+        sums = [(one["prompt_tokens"], one["total_tokens"]) for one in reply.usages]
+        yield "usage: the sums of the stream", sums, [(num_prompt, num_prompt + count) for count in counts]
         cached = sum(trace.num_cached for trace in traces[::each])
         yield "usage: cached_tokens", usage["prompt_tokens_details"]["cached_tokens"], cached
         pairs = [*zip(traces, self._ends, strict=True)]
@@ -209,13 +224,11 @@ class _Comparison:
         yield "the items' status", statuses, ["completed"] * (len(statuses) - 1) + [head["status"]]
         for name, default in _REPEATED.items():
             yield f"the response's {name}", head[name], default if self._sent.get(name) is None else self._sent[name]
-        if self._exchange.streamed:
-            told = {
-                "output_text": choice.text,
-                "reasoning_text": choice.reasoning,
-                "function_call_arguments": "".join(arguments for _, arguments in choice.calls.values()),
-            }
-            yield "the texts of the stream's events", reply.deltas, {kind: text for kind, text in told.items() if text}
+        for name in ("text", "tools", "reasoning"):
+            yield f"the response's {name}", _repeats(head[name], self._sent.get(name)), True
+        num = len(self._tokenizer.encode_continuation(choice.reasoning)) if choice.reasoning else 0
+        yield "usage: reasoning_tokens", head["usage"]["completion_tokens_details"]["reasoning_tokens"], num
+        yield from of_response(reply.parts, streamed=self._exchange.streamed)
 
     # ---- one choice
 
@@ -228,6 +241,8 @@ class _Comparison:
         yield "finish_reason", wire.finish_reason, "tool_calls" if chose else end.reason
         if path in (COMPLETIONS, CHAT):
             yield "stop_reason", wire.wire.get("stop_reason"), end.stop
+            if len(self._traces[index].weight_versions) == 1:
+                yield "reproducible", wire.wire.get("reproducible"), self._is_reproducible(index)
         if path == GENERATE:
             return
         content, reasoning = wire.text, wire.reasoning
@@ -243,6 +258,14 @@ class _Comparison:
         if use in ("auto", "required"):
             lost = lost_part(end.text, self._asked.functions, wire, self._demands.max_calls)
             yield lost, bool(lost) and self._reading is None, False
+
+    def _is_reproducible(self, index: int) -> bool | None:
+        """Return whether the seed gives the text again, as far as the weights stay; None = no seed was sent."""
+        if self._body.get("seed") is None:
+            return None
+        computing, params = self._model.computing, self._traces[index].request.params
+        shifted = computing.drafts_shift_draws and params.speculate and not (params.greedy or params.reproducible)
+        return not (computing.unrepeatable or shifted)
 
     def _of_tokens(self, wire: Json, index: int) -> Facts:
         """Its tokens, and what is told of each."""
@@ -281,9 +304,13 @@ class _Comparison:
         yield "prompt_logprobs of the first token", rows[:1], [None]
         yield "prompt_logprobs", [row[str(token)]["logprob"] for token, row in zip(ids, rows[1:], strict=True)], own
         for place, (token, row) in enumerate(zip(ids, rows[1:], strict=True), start=1):
+            texts = [one["decoded_token"] for one in row.values()]
+            right = [self._tokenizer.token_text(int(name)) for name in row]
+            yield f"prompt_logprobs: the texts of token {place}", texts, right
             beside = beside_of(place)
             if beside is None:
                 continue
+            yield f"prompt_logprobs: the rank of token {place}", _can_rank(row[str(token)], beside), True
             top = [(one, _finite(value)) for one, value in beside.top[:num]]
             others = [(str(one), value, rank) for rank, (one, value) in enumerate(top, start=1) if one != token]
             shown = [(name, one["logprob"], one["rank"]) for name, one in row.items() if name != str(token)]
@@ -456,6 +483,24 @@ def _first(facts: Facts) -> str:
             numbers = all(type(one) in (int, float) for one in (sent, right))
             return f"{name} is {sent}, and has to be {right}" if numbers else f"{name} is not what it has to be"
     return ""
+
+
+def _can_rank(entry: Json, beside: Alternatives) -> bool:
+    """Return whether a token of the prompt can have its rank, beside the likeliest; engines count ties differently."""
+    values, own = [value for _, value in beside.top if value is not None], entry["logprob"]
+    likelier = sum(value > own for value in values)
+    most = likelier + values.count(own) if values and own > values[-1] else math.inf
+    return bool(likelier < entry["rank"] <= most)
+
+
+def _repeats(told: Any, sent: Any) -> bool:
+    """Return whether a setting that a response says again is as it was sent, as far as it is said."""
+    if isinstance(sent, dict):
+        own = [name for name in sent if name in told and sent[name] is not None and name not in _ELSEWHERE]
+        return all(_repeats(told[name], sent[name]) for name in own)
+    if isinstance(sent, list):
+        return len(told) == len(sent) and all(map(_repeats, told, sent))
+    return sent is None or bool(told == sent)
 
 
 def _is_told(text: str, content: str, reasoning: str, mark: str, called: bool) -> bool:

@@ -133,7 +133,7 @@ class Reply:
     """A reply, as far as it has come.
 
     num_tokens: emitted, of all choices together. None = not reported.
-    deltas: of the Responses API, the texts of a stream's events, by their kind.
+    parts: a whole reply, or the events of a stream, as they came.
     """
 
     is_chat: bool = False  # whether it is a chat's
@@ -145,7 +145,7 @@ class Reply:
     choices: dict[int, Choice] = field(default_factory=dict)
     head: Json = field(default_factory=dict)  # its fields but the choices
     usages: list[Json] = field(default_factory=list)  # those that came, in their order
-    deltas: dict[str, str] = field(default_factory=dict)
+    parts: list[Json] = field(default_factory=list)
 
     @property
     def first(self) -> Choice:
@@ -163,18 +163,6 @@ class Reply:
                 self._add(part)
             self._read()
         except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
-            raise Unreadable(_NO_COMPLETION) from error
-
-    def of_response(self, parts: Sequence[Json]) -> Json:
-        """A response of the Responses API, from all that came of it, in the form of a chat's reply. Raises Unreadable:
-        it is none."""
-        try:
-            for part in parts[:-1]:
-                if str(part.get("type")).endswith(".delta") and part["delta"]:  # a bare logprob has no text
-                    kind = part["type"].split(".")[1]
-                    self.deltas[kind] = self.deltas.get(kind, "") + part["delta"]
-            return _of_response(parts[-1].get("response") or parts[-1])
-        except (LookupError, TypeError, AttributeError) as error:
             raise Unreadable(_NO_COMPLETION) from error
 
     def _add(self, part: Json) -> None:
@@ -238,13 +226,11 @@ def read_object(data: bytes, otherwise: str = _NO_COMPLETION) -> Json:
 
 def read_reply(exchange: Exchange) -> Reply:
     """The whole reply of an exchange. Raises Unreadable: it is no completion, or the stream ended early."""
-    reply = Reply(is_chat=exchange.path in (CHAT, RESPONSES))
     parts = [*EventReader().push(exchange.reply + b"\n")] if exchange.streamed else [read_object(exchange.reply)]
     if any(part.get("error") for part in parts):
         raise Unreadable("the server reported an error in the stream")
-    if exchange.path == RESPONSES:
-        parts = [reply.of_response(parts)]
-    reply.add(*parts)
+    reply = Reply(is_chat=exchange.path in (CHAT, RESPONSES), parts=parts)
+    reply.add(*([_of_response(parts)] if exchange.path == RESPONSES else parts))
     if reply.is_chat:  # which has one prompt; truespec's streams name it once
         choices = reply.choices.values()
         known = next((choice.prompt_token_ids for choice in choices if choice.prompt_token_ids), None)
@@ -265,15 +251,23 @@ def _add(known: Json, more: Json) -> None:
             known[name] = before if isinstance(before, dict) else {}
             _add(known[name], value)
         elif value is None or before is None:
-            known[name] = before if value is None else value
+            known[name] = before if value is None else [*value] if isinstance(value, list) else value
         elif isinstance(value, list) and name not in _ONCE:
             before += value  # in place: the lists of a stream may be long
         else:
             known[name] = before + value if name in _GROWS else value
 
 
-def _of_response(response: Json) -> Json:
-    """A response of the Responses API in the form of a chat's reply."""
+def _of_response(parts: Sequence[Json]) -> Json:
+    """A response of the Responses API, from all that came of it, in the form of a chat's reply. Raises Unreadable: it
+    is none."""
+    try:
+        return _as_chat(parts[-1].get("response") or parts[-1])
+    except (LookupError, TypeError, AttributeError) as error:
+        raise Unreadable(_NO_COMPLETION) from error
+
+
+def _as_chat(response: Json) -> Json:
     items = response["output"]
     said, thought = ([part for one in items if one["type"] == kind for part in one["content"]] for kind in _SAYS)
     choice = {

@@ -1,17 +1,17 @@
 """Faults between a client's JSON and the engine's request, and between the engine's deltas and the reply's bytes: what
 went over the wire shows each, streamed or not, and nothing of a sound front end. Others are in `tools/faults`."""
 
-import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from serve_app.openai import frontend, replies
-from serve_app.openai.chat.chat_preprocessor import ResponseParser
-from serve_app.openai.chat.chat_request import ChatCompletionRequest
+from serve_app.openai.chat import chat_preprocessor as chats
 from serve_app.openai.choice import ChoiceRun, _Choice
 from serve_app.openai.frontend import FrontEnd
+from serve_app.openai.responses import response_objects
 from serve_app.openai.responses.response_requests import ResponsesRequest
 from serve_app.referee.wire.own import OwnReader
 from serve_app.text.answer_text import AnswerText
@@ -47,28 +47,29 @@ def of_pieces(change: Callable[[replies.ChoiceDelta], replies.ChoiceDelta]) -> F
     return around(_Choice, "push", lambda piece, *_: piece if piece is None else change(piece))
 
 
-def one_too_low(piece: replies.ChoiceDelta) -> replies.ChoiceDelta:
-    entries = piece.logprobs or ()
-    return piece._replace(logprobs=tuple(dataclasses.replace(one, logprob=(one.logprob or 0) - 1) for one in entries))
-
-
 def other_params(**changes: Any) -> Fault:
-    return around(FrontEnd, "_params", lambda params, *_: dataclasses.replace(params, **changes))
+    return around(FrontEnd, "_params", lambda params, *_: replace(params, **changes))
 
 
-def lose_tools(patch: Patch) -> None:
-    right = ResponsesRequest.as_chat
+def lose(chat: Any, *_: Any) -> Any:
+    return chat.model_copy(update={"tools": None, "tool_choice": None, "response_format": None})
 
-    def losing(self: ResponsesRequest, conversation: Any) -> ChatCompletionRequest:
-        lost = {"tools": None, "tool_choice": None, "response_format": None}
-        return right(self, conversation).model_copy(update=lost)
 
-    patch.setattr(ResponsesRequest, "as_chat", losing)
+def count_drafts(usage: replies.Usage, *_: Any) -> replies.Usage:
+    return replace(usage, completion_tokens=usage.completion_tokens + usage.rejected_tokens)
+
+
+def in_events(owner: Any, right: bytes, wrong: bytes) -> Fault:
+    return around(owner, "sse_event", lambda event, *_: event.replace(right, wrong))
 
 
 MADE = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
 ONE_CALL = {**REQUIRED, "tool_choice": "auto", "parallel_tool_calls": False, "max_tokens": 120}
 LOGPROBS = {"logprobs": 1, "return_token_ids": True}
+STREAM = {"stream": True}
+USED = {**STREAM, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+RANKS = {"prompt": "one two", "prompt_logprobs": 1}
+ITEMS = {"tools": [{"type": "function", **WEATHER}], "tool_choice": "required", "max_tokens": 60}
 STOPPED = {"stop": ["never", " STOP"], "max_tokens": 50}
 CHOICES = {"structured_outputs": {"choice": ["one", "one two"]}}
 PLAIN, ANY = (COMPLETIONS, CHAT), (COMPLETIONS, CHAT, RESPONSES)
@@ -77,18 +78,29 @@ FAULTS: list[tuple[tuple[str, ...], dict[str, Any], str, Fault]] = [
     (ANY, {"max_tokens": 2}, TEXT, of_pieces(lambda one: one._replace(finish_reason=one.finish_reason and "stop"))),
     (PLAIN, STOPPED, TEXT, lambda patch: patch.setattr(frontend, "StopStrings", lambda _: StopStrings(()))),
     (PLAIN, {}, TEXT, around(AnswerText, "end", lambda text, *_: text + "!")),
-    ((COMPLETIONS,), LOGPROBS, TEXT, of_pieces(one_too_low)),
+    ((COMPLETIONS,), LOGPROBS, TEXT, lambda patch: patch.setattr("serve_app.openai.choice.finite_logprob", abs)),
     ((COMPLETIONS,), LOGPROBS, TEXT, of_pieces(lambda one: one._replace(token_ids=one.token_ids[::-1]))),
     (PLAIN, {"n": 2}, TEXT, around(FrontEnd, "_group", lambda group, *_: group[:1])),
     (PLAIN, {"seed": 7, "n": 2}, TEXT, lambda patch: patch.setattr(frontend, "choice_seed", lambda seed, _: seed)),
     (ANY, {"temperature": 0.5}, TEXT, other_params(temperature=1.0)),
     (PLAIN, {"bad_words": ["four"]}, "one two", other_params(bad_words=())),
     (PLAIN, {"logit_bias": {"5": 1.0}}, TEXT, other_params(logit_bias=())),
+    ((RESPONSES,), {}, TEXT, around(ChoiceRun, "usage", count_drafts)),
+    (PLAIN, {"seed": 7}, TEXT, of_pieces(lambda one: one._replace(unrepeatable=None))),
+    (PLAIN, {"seed": 7}, TEXT, around(frontend, "Request", lambda one, *_: replace(one, chosen_seed=False))),
     (PLAIN, CHOICES, "one two", other_params(structure=None)),
     (PLAIN, CHOICES, "one", of_pieces(lambda one: one._replace(text=one.text[1:]))),
     ((CHAT,), REQUIRED, CALLED, of_pieces(lambda piece: piece._replace(calls=piece.calls[1:]))),
-    ((CHAT,), ONE_CALL, MADE * 2, around(ResponseParser, "allowed", lambda _, __, calls: tuple(calls))),
-    ((RESPONSES,), {"tools": [{"type": "function", **WEATHER}], "tool_choice": "required"}, "It rains.", lose_tools),
+    ((CHAT,), ONE_CALL, MADE * 2, around(chats.ResponseParser, "allowed", lambda _, __, calls: tuple(calls))),
+    ((CHAT,), REQUIRED, CALLED, around(chats, "ResponseParser", lambda one, *_: replace(one, new_id=str))),
+    ((RESPONSES,), ITEMS, "It rains.", around(ResponsesRequest, "as_chat", lose)),
+    ((RESPONSES,), ITEMS, CALLED, around(ResponsesRequest, "echo", lambda told, *_: told | {"tools": []})),
+    ((COMPLETIONS,), RANKS, TEXT, around(replies.RankedEntry, "to_wire", lambda one, *_: one | {"decoded_token": ""})),
+    ((CHAT,), STREAM, TEXT, in_events(replies, b'"metadata"', b'"created":1,"metadata"')),
+    (PLAIN, STREAM, TEXT, in_events(replies, b'"finish_reason":null', b'"finish_reason":"stop"')),
+    (PLAIN, USED, TEXT, in_events(replies, b':1,"total_tokens":', b':1,"total_tokens":1')),
+    ((CHAT,), STREAM, TEXT, in_events(replies, b'"role":"assistant",', b"")),
+    ((RESPONSES,), STREAM, TEXT, in_events(response_objects, b"output_text.done", b"output_text.end")),
     ((CHAT,), REQUIRED, CALLED.replace("city", "town"), lambda _: None),
 ]
 
@@ -103,7 +115,7 @@ async def found(tokenizer: Tokenizer, path: str, fields: dict[str, Any], text: s
     service, said = served(tokenizer), list[str]()
     for more in ({}, {"stream": True}):
         service.script.say(text)
-        assert (await service.post(path, **fields, **more)).status_code == 200
+        assert (await service.post(path, **fields | more)).status_code == 200
         said.append(max(one.broken_limit for one in service.submitted))
         assert set(service.counted) <= {"agrees", "differs"}
         service.submitted.clear()
@@ -126,14 +138,3 @@ def own_words(path: str, fields: dict[str, Any]) -> dict[str, Any]:
     """The fields as the endpoint names them."""
     names = {"max_tokens": "max_output_tokens"} if path == RESPONSES else {}
     return {names.get(name, name): value for name, value in fields.items()}
-
-
-async def test_usage_that_counts_rejected_drafts_is_found(tooled: Tokenizer, monkeypatch: Patch) -> None:
-    def more(usage: replies.Usage, *_: Any) -> replies.Usage:
-        return dataclasses.replace(usage, completion_tokens=usage.completion_tokens + usage.rejected_tokens)
-
-    around(ChoiceRun, "usage", more)(monkeypatch)
-    service = served(tooled)
-    service.script.say(TEXT)
-    await service.post()
-    assert [one.broken_limit for one in service.submitted] == ["wire: usage: completion_tokens is 9, and has to be 5"]
