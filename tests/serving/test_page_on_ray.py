@@ -29,7 +29,7 @@ def test_the_page_answers_and_shows_what_became_of_it(disaggregated: Service) ->
         page.fill("#prompt", LOOPING)
         page.fill("#max-tokens", "24")
         page.get_by_role("button", name="Send").click()
-        checked = "logprobs, support, distribution, draws, alternatives"
+        checked = "logprobs, support, draws, alternatives, wire"
         expect(page.locator(".answer .pill")).to_have_text(f"verified: {checked}")
         count = page.locator(".answer .tok").count()
         assert 0 < count <= 24

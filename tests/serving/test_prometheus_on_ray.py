@@ -39,7 +39,7 @@ class Watched:
 
 
 def body_of_load(number: int) -> dict[str, Any]:
-    body = {"max_tokens": 40, "temperature": (0.0, 0.7)[number % 2], "seed": number, "ignore_eos": True, "logprobs": 2}
+    body = {"max_tokens": 40, "temperature": (0.0, 0.7)[number % 2], "ignore_eos": True, "logprobs": 2}
     return {"prompt": f"{number} " + "one two three " * 6, **body}
 
 
