@@ -251,11 +251,12 @@ class _Comparison:
             yield "its reasoning and its calls", (reasoning, wire.calls), ("", {})
         elif use in ("none", "auto"):
             mark = "" if self._reading is None else self._reading.thought_end or ""
-            text = self._marked(index, mark) if mark and mark not in end.text else end.text
+            is_hidden = bool(mark) and self._shown is not None and mark not in end.text
+            text = self._marked(index, mark) if is_hidden else end.text
             yield "its text", _is_told(text, content, reasoning, mark, bool(wire.calls)), True
             if mark in text and not (self._reads_calls or wire.calls) and use == "none":
                 yield "its content", content.strip(), text.partition(mark)[2].strip()
-        if use in ("auto", "required"):
+        if use == "auto" or (use == "required" and self._shown is not None):  # else it may hold special tokens' texts
             lost = lost_part(end.text, self._asked.functions, wire, self._demands.max_calls)
             yield lost, bool(lost) and self._reading is None, False
 
@@ -438,7 +439,8 @@ class _Comparison:
     def _marked(self, index: int, mark: str) -> str:
         """The text of a choice with what ends its reasoning, where that is a token without a text."""
         detokenizer = self._tokenizer.detokenizer(shown=(*(self._shown or ()), mark), continuation=True)
-        return "".join(detokenizer.push(self._traces[index].token_ids[: self._ends[index].num]))
+        texts = detokenizer.push(self._traces[index].token_ids[: self._ends[index].num])
+        return "".join(texts) + detokenizer.finish()
 
     def _broken_demand(self, wire: Choice, index: int) -> str:
         """Return which demand of its client a choice breaks, in words; "" = none."""

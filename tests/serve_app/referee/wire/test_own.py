@@ -27,7 +27,8 @@ CALLS = "".join(
     f'<tool_call>\n{{"name": "light", "arguments": {{"on": {one}}}}}\n</tool_call>' for one in ("true", "false")
 )
 SHOWN = {"logprobs": 2, "return_token_ids": True, "return_token_kinds": True, "logprob_token_ids": [7, 8]}
-OF_PROMPT = {"prompt_logprobs": 1}
+OF_PROMPT, ONE_CALL = {"prompt_logprobs": 1}, {"tools": TOOLS, "parallel_tool_calls": False, "max_tokens": 200}
+UNKNOWN_CALL = CHAT, f'<tool_call>{{"name": "other", "arguments": {{}}}}{CALLS}', ONE_CALL
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     (COMPLETIONS, TEXT, {"max_tokens": 40, "prompt": ["hello", "one two"], "n": 2, "seed": 5, **OF_PROMPT, **SHOWN}),
     (COMPLETIONS, TEXT, {"max_tokens": 4, "echo": True, "logprobs": 1, "skip_special_tokens": False}),
@@ -43,9 +44,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 ]
 """Requests, and what the engine says to them."""
 FREE = (
-    "created system_fingerprint object created_at completed_at type call_id store background role refusal annotations "
-    "error service_tier tool_choice tools truncation reasoning_tokens cache_write_tokens max_tool_calls rank summary "
-    "prompt_cache_key safety_identifier decoded_token reproducible reproducible_reason effort verbosity"
+    "created system_fingerprint object created_at completed_at type call_id store background refusal annotations error "
+    "service_tier tools truncation cache_write_tokens rank summary reproducible_reason effort verbosity"
 )
 """What is told of no answer, or by whom else it is judged."""
 
@@ -62,7 +62,7 @@ async def asked(service: TappedService, path: str, said: Any, fields: dict[str, 
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize(("path", "said", "fields"), CASES)
+@pytest.mark.parametrize(("path", "said", "fields"), [*CASES, UNKNOWN_CALL])
 async def test_sound_replies_agree(
     tooled: Tokenizer, path: str, said: str, fields: dict[str, Any], streamed: bool
 ) -> None:
@@ -191,16 +191,16 @@ class Thinking:
 
 async def test_reasoning_stays_apart_from_content(tooled: Tokenizer) -> None:
     service, reader = made(tooled), OwnReader(info(tooled, LONGEST), tooled, Thinking())
-    await asked(service, CHAT, "one two|three four", {"max_tokens": 40})
-    (exchange,), (records,) = service.exchanges, service.records
-    reply = json.loads(exchange.reply)
-    for reasoning, content, wire in (
-        ("one two", "three four", "agrees"),
-        ("", "one twothree four", "differs"),
-        ("", "one two|three four", "differs"),
-        ("one two", "three", "differs"),
-        ("three four", "one two", "differs"),
+    for said, reasoning, content, wire in (
+        ("one two|three four", "one two", "three four", "agrees"),
+        ("one two|three four", "", "one twothree four", "differs"),
+        ("one two|three four", "", "one two|three four", "differs"),
+        ("one two|three four", "one two", "three", "differs"),
+        ("one two|three four", "three four", "one two", "differs"),
+        (tooled.encode("one two🙂")[:-1], "one two\ufffd", None, "agrees"),
     ):
+        await asked(service, CHAT, said, {"max_tokens": 40})
+        reply = json.loads(service.exchanges[-1].reply)
         reply["choices"][0]["message"] |= {"content": content, "reasoning": reasoning}
-        other = replace(exchange, reply=json.dumps(reply).encode())
-        assert [one.wire for one in reader.answers(other, records)] == [wire], content
+        other = replace(service.exchanges[-1], reply=json.dumps(reply).encode())
+        assert [one.wire for one in reader.answers(other, service.records[-1])] == [wire], content
