@@ -10,7 +10,7 @@ import pytest
 
 from serve_app.backends import vllm_backend
 from serve_app.backends.vllm_backend import VllmBackend
-from serve_app.backends.vllm_parts.settings import Faults
+from serve_app.backends.vllm_parts import settings
 from speculative.config import DrafterConfig
 from speculative.request import Request, SamplingParams
 from tests.support.backend_conformance import collect
@@ -32,7 +32,7 @@ async def test_what_is_sampled_is_checked(kept_away: bool, tmp_path: Path, monke
 
     Kept away from that, it drafts nothing for them, and each token is sampled alone.
     """
-    monkeypatch.setattr(vllm_backend, "faults_of", lambda *, cpu: Faults(kept_away and cpu, chunked_seeds=cpu))
+    monkeypatch.setattr(settings, "faults_of", lambda *, cpu: settings.Faults(kept_away and cpu, chunked_seeds=cpu))
     async with started(tmp_path) as backend:
         await answered(backend, HOT)
         states, stats = backend.self_checks(), backend.take_stats()
