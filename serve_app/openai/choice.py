@@ -97,7 +97,9 @@ class _Choice:
         if self._reader is not None:
             said, parts, reason = self._reader.push(ids, texts[:num_delivered], said.content, reason)
             self._parts += parts
-        versions: tuple[tuple[str, int], ...] = ((delta.weight_version, num_delivered),)
+        version = delta.weight_version if num_delivered else next(reversed(self._versions), delta.weight_version)
+        self._versions[version] = None
+        versions: tuple[tuple[str, int], ...] = ((version, num_delivered),)
         has_news = reason is not None or said.content or said.reasoning or said.calls
         waits = not (has_news or (self._with_tokens and num_delivered))
         if waits or self._held:
@@ -108,7 +110,6 @@ class _Choice:
             ids, kinds, versions = held.token_ids, held.token_kinds, held.weight_versions
         first, self._begun = not self._begun, True
         in_order, self._parts = tuple(self._parts), []
-        self._versions[delta.weight_version] = None
         entries = self._entries(delta, self._offsets(texts[:num_delivered])) if self._with_logprobs else None
         prompt_entries = self._prompt_entries if first else None
         stop_reason: str | int | None = None  # as vLLM has it: not the tokenizer's own end of text
