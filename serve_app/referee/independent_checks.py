@@ -34,7 +34,7 @@ _DRIFT_RATE, _DELTA = 1e-3, 1e-6  # share of the logprobs that rounding moves by
 _LENGTHS = (4096, 16384, 65536)  # behind which a first answer is checked; of the share, none behind the first
 _BLOCK = 256  # positions that attention of our kernels takes at once
 _BEHIND = 8  # tokens behind the border of a block that a fault there can be seen by
-_REST = 9.0  # times as long as the last check took: shapes take a tenth of the referee's time at most
+_REST = 39.0  # times as long as the last check took: shapes take a fortieth of a core at most
 _PERIODS = (_BLOCK, 12)  # rows: tiles of the kernels have 4 to 128, and each of these numbers divides 256 or 12
 
 IndependentResult = Literal["agrees", "disagrees", "skipped", "outdated", "unsupported", "failed"]
@@ -51,7 +51,7 @@ class IndependentChecks:
         tolerances: between the engine and the referee.
         book: is given the answers that were found wrong.
         rate: the share of answers. Unless it is 0, an answer of a shape that was not checked yet is checked as well,
-            as long as no other waits, in a tenth of the time: of those offered meanwhile the one with most to tell.
+            as long as no other waits, in a fortieth of the time: of those offered meanwhile the one with most to tell.
         ended: called at the end of each check.
         clock: seconds.
     """

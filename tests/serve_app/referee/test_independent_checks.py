@@ -332,7 +332,7 @@ async def test_a_fault_behind_a_blocks_border_or_a_length_is_found_before_any_fu
     for number, length in enumerate((300, 5000, 301, 511, 302), start=1):
         await bench.judge(of_length(length, number))  # while it rests
     for number in (6, 7):
-        bench.now += 20
+        bench.now += 80
         await bench.judge(of_length(300 + number, number))
         if number == 6:
             await bench.judge(of_length(511, 8))
@@ -364,7 +364,7 @@ async def test_a_shape_is_due_until_one_of_its_answers_was_checked(court: Court)
     assert bench.results == {"outdated": 1, "agrees": 1}
 
 
-async def test_shapes_take_a_tenth_of_the_time(court: Court) -> None:
+async def test_shapes_take_a_fortieth_of_the_time(court: Court) -> None:
     other = Replayer()
 
     async def replay(request: Request) -> Replayed:
@@ -374,8 +374,8 @@ async def test_shapes_take_a_tenth_of_the_time(court: Court) -> None:
     bench = Bench(court, RARELY, replay)
     for number in range(100):
         await bench.judge(of_length(1 + number, number))
-        bench.now += 1.0
-    assert 4 <= bench.num_checked <= 6, "two seconds each, in a hundred"
+        bench.now += 4.0
+    assert 4 <= bench.num_checked <= 6, "two seconds each, in four hundred"
 
 
 async def test_a_referee_without_the_weights_is_not_asked_for_every_shape(court: Court, folder: Path) -> None:
