@@ -57,15 +57,15 @@ class Attempt:
 
 
 class _Receiving:
-    """One request, and its reply as it comes; `on_event` is called after each event of a stream."""
+    """One request, and its reply as it comes; `on_event` gets what each event of a stream says."""
 
     def __init__(self, path: str, body: Json, on_event: Callable[[Reply], None] = lambda _: None) -> None:
         self.path, self.body = path, body
         self._on_event = on_event
-        self._reply, self._events = Reply(is_chat=path == CHAT), EventReader()
+        self._events = EventReader()
+        self._parts: list[Json] = []  # of the reply, which is put together once, at its end
         self._began = time.perf_counter()
         self._first_s = self._last_s = 0.0
-        self._received = 0
         self._content = bytearray()
         self._headers: Mapping[str, str] = {}
 
@@ -73,16 +73,16 @@ class _Receiving:
         """Read on in the stream. Raises Unreadable: it is none of completions."""
         self._content += data
         for event in self._events.push(data):
-            self._reply.add(event)
-            received = sum(len(one.text) + len(one.token_ids or ()) for one in self._reply.choices.values())
-            if received > self._received:
-                self._received, self._last_s = received, time.perf_counter() - self._began
+            said = self._read(event)
+            self._parts.append(event)
+            if any(one.text or one.token_ids for one in said.choices.values()):
+                self._last_s = time.perf_counter() - self._began
                 self._first_s = self._first_s or self._last_s
-            self._on_event(self._reply)
+            self._on_event(said)
 
     def ended(self, status: int) -> Attempt:
         """The stream came to its end."""
-        return self._attempt(status, "" if self._reply.error is None else _message(self._reply.error))
+        return self._attempt(status, "")
 
     def answered(self, response: httpx.Response, content: bytes) -> Attempt:
         """The whole reply, or what stands in its place."""
@@ -96,11 +96,7 @@ class _Receiving:
             return self._attempt(status, f"not a JSON object: {_shortened(content)}")
         if status != _OK or "error" in found:
             return self._attempt(status, _message(found.get("error", found)))
-        try:
-            self._reply.add(found)
-        except Unreadable as error:
-            self._reply = Reply(is_chat=self._reply.is_chat)
-            return self._attempt(status, str(error))
+        self._parts.append(found)
         return self._attempt(status, "")
 
     def failed(self, status: int | None, error: Exception) -> Attempt:
@@ -108,9 +104,18 @@ class _Receiving:
         return self._attempt(status, str(error) or type(error).__name__)
 
     def _attempt(self, status: int | None, error: str) -> Attempt:
-        seconds = time.perf_counter() - self._began
-        times = seconds, self._first_s, self._last_s
-        return Attempt(self.path, self.body, status, self._reply, error, *times, bytes(self._content), self._headers)
+        times = time.perf_counter() - self._began, self._first_s, self._last_s
+        try:
+            reply = self._read(*self._parts)
+        except Unreadable as unreadable:
+            reply, error = self._read(), error or str(unreadable)
+        error = error or ("" if reply.error is None else _message(reply.error))
+        return Attempt(self.path, self.body, status, reply, error, *times, bytes(self._content), self._headers)
+
+    def _read(self, *parts: Json) -> Reply:
+        reply = Reply(is_chat=self.path == CHAT)
+        reply.add(*parts)
+        return reply
 
 
 class Client:
@@ -190,7 +195,7 @@ class Client:
     def stream(
         self, body: Json, path: str = COMPLETIONS, on_event: Callable[[Reply], None] = lambda _: None
     ) -> Attempt:
-        """Send a streaming request and read its stream to the end; `on_event` gets what has come after each event."""
+        """Send a streaming request and read its stream to the end; `on_event` gets what each event says."""
         self.num_requests += 1
         body = body | {"stream": True}
         receiving, status = _Receiving(path, body, on_event), None

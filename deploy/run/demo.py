@@ -85,14 +85,10 @@ class Service:
             ServiceError: the service refused or broke off.
         """
         question = {"messages": [{"role": "user", "content": content}], "stream_options": {"include_usage": True}}
-        num_seen = 0
 
-        def show(reply: Reply) -> None:
-            nonlocal num_seen
-            text = reply.first.text
-            if len(text) > num_seen:
-                on_text(text[num_seen:])
-            num_seen = len(text)
+        def show(said: Reply) -> None:
+            if said.first.text:
+                on_text(said.first.text)
 
         found = self.client.stream({"model": self.model_name, **question, **options}, CHAT, show)
         if not found.ok:

@@ -447,11 +447,9 @@ class _Comparison:
         end, trace, reading = self._ends[index], self._traces[index], self._reading
         if self._asked.budget == 0:
             return ""
-        stop, own = (
-            end.stop if isinstance(end.stop, str) else None,
-            (end.text, {}) if self._plain else (wire.text, wire.calls),
-        )
-        choice = replace(wire, text=own[0], calls=own[1], finish_reason=end.reason, stopped_by=stop)
+        stop = end.stop if isinstance(end.stop, str) else None
+        text, calls = (end.text, {}) if self._plain else (wire.text, wire.calls)
+        choice = replace(wire, text=text, calls=calls, finish_reason=end.reason, stopped_by=stop)
         mark = "" if reading is None else reading.thought_end or ""
         made = Made(trace.token_ids[: end.num], loses_text=reading is not None, mark=mark)
         return self._demands.broken_form(choice, made)
