@@ -493,14 +493,14 @@ def _can_rank(entry: Json, beside: Alternatives) -> bool:
     return bool(likelier < entry["rank"] <= most)
 
 
-def _repeats(told: Any, sent: Any) -> bool:
+def _repeats(returned: Any, sent: Any) -> bool:
     """Return whether a setting that a response says again is as it was sent, as far as it is said."""
     if isinstance(sent, dict):
-        own = [name for name in sent if name in told and sent[name] is not None and name not in _ELSEWHERE]
-        return all(_repeats(told[name], sent[name]) for name in own)
+        own = [name for name in sent if name in returned and sent[name] is not None and name not in _ELSEWHERE]
+        return all(_repeats(returned[name], sent[name]) for name in own)
     if isinstance(sent, list):
-        return len(told) == len(sent) and all(map(_repeats, told, sent))
-    return sent is None or bool(told == sent)
+        return len(returned) == len(sent) and all(map(_repeats, returned, sent))
+    return sent is None or bool(returned == sent)
 
 
 def _is_told(text: str, content: str, reasoning: str, mark: str, called: bool) -> bool:

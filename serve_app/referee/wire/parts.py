@@ -96,7 +96,7 @@ def _events(at: int, item: Json) -> Iterator[Json]:
         (part,) = item["content"]
         empty = part | {"text": ""} | ({"logprobs": []} if "logprobs" in part else {})
         yield {"type": "response.content_part.added", **place, "part": empty}
-        told = {name: part[name] for name in ("text", "logprobs") if name in part}
-        yield {"type": f"{stem}.done", **place, **told}
+        shown = {name: part[name] for name in ("text", "logprobs") if name in part}
+        yield {"type": f"{stem}.done", **place, **shown}
         yield {"type": "response.content_part.done", **place, "part": part}
     yield {"type": "response.output_item.done", "output_index": at, "item": item}
