@@ -33,9 +33,10 @@ from speculative.engine import EngineCore
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 from speculative.model.eagle3 import Eagle3Config, Eagle3Head
+from speculative.model.rotary import Rope
 from speculative.request import Request, SamplingParams
 
-_LLAMA: dict[str, Any] = {"architecture": "LlamaForCausalLM", "rms_norm_eps": 1e-5, "rope_theta": 5e5}
+_LLAMA: dict[str, Any] = {"architecture": "LlamaForCausalLM", "rms_norm_eps": 1e-5, "rope": Rope(5e5)}
 _SMALL = {"num_layers": 30, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "tie_word_embeddings": True}
 _LARGE = {"num_layers": 32, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "tie_word_embeddings": False}
 _TINY = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "tie_word_embeddings": True}

@@ -82,7 +82,7 @@ class DecoderDraftModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> [R, W], W as in `ids`."""
-        logits: Tensor = self.network.lm_head(hidden)
+        logits = self.network.project(hidden)
         return logits if self.ids is None else logits[:, : len(self.ids)].contiguous()
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from speculative.cache.kv_cache import KVCache
 from speculative.gpu.staged_inputs import Array, send_once
 from speculative.model.attention import CacheAttention
+from speculative.model.config import PLAIN, ScoreRule
 from speculative.state.batch import AttentionRows, Int64s
 
 
@@ -39,8 +40,9 @@ class PackedAttention(CacheAttention):
         self.cache, self.slots = cache, slots
         self._rows, self._attend = rows, attend
 
-    def attend_stored(self, layer: int, query: Tensor) -> Tensor:
+    def attend_stored(self, layer: int, query: Tensor, scores: ScoreRule = PLAIN) -> Tensor:
         """Implement `CacheAttention`."""
+        assert scores == PLAIN, "a GPU takes models of the Llama shape alone"
         keys, values = self.cache.data[layer].unbind(0)
         return self._attend(query, keys, values, self._rows)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from speculative.cache.kv_cache import KVCache
 from speculative.model.attention import CacheAttention
+from speculative.model.config import PLAIN, ScoreRule
 
 SPLIT_TOKENS = 256
 """Positions of a context that a kernel reads one after another: a constant, as is the number of parts that they are
@@ -72,7 +73,8 @@ class PagedAttention(CacheAttention):
         self.cache, self.slots = cache, rows.slots
         self._rows, self._attend = rows, attend
 
-    def attend_stored(self, layer: int, query: Tensor) -> Tensor:
+    def attend_stored(self, layer: int, query: Tensor, scores: ScoreRule = PLAIN) -> Tensor:
         """Implement `CacheAttention`."""
+        assert scores == PLAIN, "a GPU takes models of the Llama shape alone"
         keys, values = self.cache.data[layer].unbind(0)
         return self._attend(query, keys, values, self._rows)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from speculative.model.attention import CacheAttention
 from speculative.model.fp8 import E4M3, LARGEST, LEAST_AMAX, Fp8Rows, Rows
-from speculative.model.layers import Attend, Attention, LayerOps, RMSNorm, Rotary, Rotation
+from speculative.model.layers import Attend, Attention, LayerOps, Norm, RMSNorm, Rotation
+from speculative.model.rotary import Rotary
 
 _GATE_BLOCK = 1024
 _QUANTIZED_AT_ONCE = 4096  # numbers of a row
@@ -166,8 +167,9 @@ def _rotate_and_store(  # noqa: PLR0913
 class TritonLayerOps(LayerOps):
     """`LayerOps` of one launch each, without gradients. Attention is over a KV cache, a `CacheAttention`."""
 
-    def add_norm(self, hidden: Tensor, update: Tensor, norm: RMSNorm) -> tuple[Tensor, Rows]:
+    def add_norm(self, hidden: Tensor, update: Tensor, norm: Norm) -> tuple[Tensor, Rows]:
         """Implement `LayerOps`."""
+        assert isinstance(norm, RMSNorm), "layers of the Llama shape have their norms"
         hidden, update = hidden.contiguous(), update.contiguous()
         added, (num_rows, size) = torch.empty_like(hidden), hidden.shape
         quantized = _empty_fp8(hidden, size) if norm.feeds_fp8 else None

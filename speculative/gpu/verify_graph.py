@@ -176,7 +176,7 @@ class VerifyGraph:
         return Extras(reported, None if rows.edits is None else rows.edits.sizes)
 
     def _compute(self, bucket: Bucket, extras: Extras, inputs: Mapping[str, Tensor]) -> tuple[Tensor, tuple[str, ...]]:
-        logits = self._decoder.lm_head(self._statics.hidden[inputs["places"]])  # [R, V]
+        logits = self._decoder.project(self._statics.hidden[inputs["places"]])  # [R, V]
         drafts, made, sampled = inputs["drafts"], self._statics.drafts, None
         if self._samples and bucket.num_queries > 1:  # with one row a sequence nothing was drafted
             drafts = torch.where(drafts >= 0, made.tokens[inputs["sources"]], drafts)

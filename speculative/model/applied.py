@@ -11,21 +11,17 @@ from torch import Tensor, nn
 
 from speculative.errors import ConfigError
 from speculative.model.cpu.fused import FusedLayers
-from speculative.model.cpu.native import NativeLinear, panels_of
+from speculative.model.cpu.native import NativeLinear, NativeNorm, panels_of
 from speculative.model.decoder import Decoder
 from speculative.model.eagle3 import FusedHead
 from speculative.model.fp8 import Fp8Rows
 from speculative.model.layers import Fp8Linear
 from speculative.model.served_tensors import Served, ServedTensors, stacked
 
-_LAYER = {
-    "input_norm": ("input_layernorm",),
-    "attention.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attention.qk_norm": ("self_attn.q_norm", "self_attn.k_norm"),
-    "attention.o_proj": ("self_attn.o_proj",),
-    "mlp_norm": ("post_attention_layernorm",),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.down_proj": ("mlp.down_proj",),
+_NORMS = {
+    "before": ("input_norm", "mlp_norm"),
+    "behind": ("attention_out_norm", "mlp_out_norm"),
+    "both": ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"),
 }
 _COLUMNS = 1024  # of a digest
 
@@ -78,8 +74,16 @@ def _digest(tensor: Tensor) -> bytes:
 
 def _places(decoder: Decoder) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Each module with weights, by its path, and the names of its tensors, without `.weight`."""
+    form, own = decoder.config.form, decoder.config.names
+    places = {path: (name,) for path, name in zip(_NORMS[form.norms], own.norms, strict=True)} | {
+        "attention.qkv_proj": own.qkv,
+        "attention.qk_norm": ("self_attn.q_norm", "self_attn.k_norm"),
+        "attention.o_proj": (own.output,),
+        "mlp.gate_up_proj": own.gate_up,
+        "mlp.down_proj": (own.down,),
+    }
     for index in range(decoder.config.num_layers):
-        for path, names in _LAYER.items():
+        for path, names in places.items():
             yield f"layers.{index}.{path}", tuple(f"model.layers.{index}.{name}" for name in names)
     yield from {"": ("model.embed_tokens",), "norm": ("model.norm",), "lm_head": ("lm_head",)}.items()
 
@@ -87,7 +91,7 @@ def _places(decoder: Decoder) -> Iterator[tuple[str, tuple[str, ...]]]:
 def _holds(decoder: Decoder, path: str, part: str, sent: list[Served], dtype: torch.dtype) -> bool:
     """Return whether a module has these tensors, one below the other."""
     module = decoder.get_submodule(path)
-    if path.endswith("qk_norm"):  # one row for all heads
+    if path.endswith("qk_norm") and not decoder.config.form.wide_qk_norm:  # one row for all heads
         counts = decoder.config.num_heads, decoder.config.num_kv_heads
         sent = [norm.expand(count, -1) for norm, count in zip(sent, counts, strict=True) if isinstance(norm, Tensor)]
     wanted = stacked(sent)
@@ -102,4 +106,6 @@ def _holds(decoder: Decoder, path: str, part: str, sent: list[Served], dtype: to
         return same and torch.equal(module.weight_scale, wanted.scales)
     assert isinstance(wanted, Tensor)
     kept = dtype if decoder.packed is None or module is decoder else torch.float32
+    if isinstance(module, NativeNorm) and decoder.config.form.norm_adds_one:
+        wanted = 1 + wanted.float()
     return held.dtype == kept and torch.equal(held, wanted.to(kept))

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch.nn import functional
 
 from speculative.cache.kv_cache import KVCache
 from speculative.kernels.bindings import Kernels, ShapeStruct, StepStruct
+from speculative.model.config import PLAIN, ScoreRule
 from speculative.state.batch import AttentionRows, Int64s
 
 
@@ -34,14 +36,14 @@ class CacheAttention(ABC):
     cache: KVCache
     slots: Tensor
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule = PLAIN) -> Tensor:
         """query [N, num_heads, head_dim], key and value [N, num_kv_heads, head_dim] -> [N, num_heads, head_dim]."""
         dtype = self.cache.data.dtype
         self.cache.write(layer, self.slots, key.to(dtype), value.to(dtype))
-        return self.attend_stored(layer, query)
+        return self.attend_stored(layer, query, scores)
 
     @abstractmethod
-    def attend_stored(self, layer: int, query: Tensor) -> Tensor:
+    def attend_stored(self, layer: int, query: Tensor, scores: ScoreRule = PLAIN) -> Tensor:
         """The same, where keys and values of the rows are in the cache already."""
 
 
@@ -63,38 +65,47 @@ def prepare_by(kernels: Kernels | None) -> PreparePass:
 class StepAttention(CacheAttention):
     """Attention of one step.
 
-    Our own CPU kernels, where they are given and know the shape, read the cache where it lies; else each sequence's
-    part of it is gathered for torch's.
+    Our own CPU kernels, where they are given and know the shape and the rule, read the cache where it lies; else each
+    sequence's part of it is gathered for torch's.
     """
 
     def __init__(self, cache: KVCache, rows: AttentionRows, kernels: Kernels | None = None) -> None:
-        self.cache = cache
-        self.native = None
-        if kernels is not None and cache.shape.head_dim % 16 == 0:
-            self.native = NativeStep(kernels, cache, rows)
-            return
-        device = cache.data.device
-        self.slots = torch.from_numpy(rows.slots).to(device)
-        starts = rows.row_starts.tolist()
-        self._spans = tuple(
+        self.cache, self._rows = cache, rows
+        knows = kernels is not None and cache.shape.head_dim % 16 == 0
+        self.native = NativeStep(kernels, cache, rows) if kernels is not None and knows else None
+
+    @cached_property
+    def slots(self) -> Tensor:  # type: ignore[override]
+        """Implement `CacheAttention`."""
+        return torch.from_numpy(self._rows.slots).to(self.cache.data.device)
+
+    @cached_property
+    def _spans(self) -> tuple[_Span, ...]:
+        starts, device = self._rows.row_starts.tolist(), self.cache.data.device
+        return tuple(
             _span(start, stop, torch.from_numpy(slots).to(device))
-            for start, stop, slots in zip(starts, starts[1:], rows.context_slots, strict=False)
+            for start, stop, slots in zip(starts, starts[1:], self._rows.context_slots, strict=False)
         )
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule = PLAIN) -> Tensor:
         """Implement `CacheAttention`."""
-        if self.native is not None:
+        if self.native is not None and scores == PLAIN:
             return self.native.attend(layer, query, key, value)
-        return super().__call__(layer, query, key, value)
+        return super().__call__(layer, query, key, value, scores)
 
-    def attend_stored(self, layer: int, query: Tensor) -> Tensor:
+    def attend_stored(self, layer: int, query: Tensor, scores: ScoreRule = PLAIN) -> Tensor:
         """Implement `CacheAttention`."""
-        outputs = [self._attend(layer, query[span.start : span.stop], span) for span in self._spans]
+        outputs = [self._attend(layer, query[span.start : span.stop], span, scores) for span in self._spans]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _attend(self, layer: int, query: Tensor, span: _Span) -> Tensor:
+    def _attend(self, layer: int, query: Tensor, span: _Span, scores: ScoreRule) -> Tensor:
+        num_rows = query.shape[0]
+        if scores != PLAIN:
+            most = num_rows - 1 + (scores.window or len(span.context))  # positions that some row sees
+            keys, values = self.cache.read(layer, span.context[-most:])
+            return attend_by_rule(query, keys.to(query.dtype), values.to(query.dtype), scores)
         keys, values = self.cache.read(layer, span.context)  # [L, num_kv_heads, head_dim]
-        num_rows, length = query.shape[0], keys.shape[0]
+        length = keys.shape[0]
         if query.is_cuda and span.mask is not None:  # the kernel that takes masks and builds no plans takes no groups
             keys, values = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (keys, values))
         attended = functional.scaled_dot_product_attention(
@@ -106,6 +117,33 @@ class StepAttention(CacheAttention):
             enable_gqa=True,
         )
         return attended[0].transpose(0, 1)
+
+
+def attend_by_rule(query: Tensor, keys: Tensor, values: Tensor, rule: ScoreRule) -> Tensor:
+    """The last n of L positions attend to all that they see, by matrix products over all L.
+
+    Args:
+        query: [n, num_heads, head_dim].
+        keys: [L, num_kv_heads, head_dim].
+        values: the same.
+        rule: of the layer.
+
+    Returns:
+        [n, num_heads, head_dim].
+    """
+    num_rows, length, group = len(query), len(keys), query.shape[1] // keys.shape[1]
+    keys, values = (part.repeat_interleave(group, 1).transpose(0, 1) for part in (keys, values))  # [H, L, D]
+    scale = query.shape[-1] ** -0.5 if rule.scale is None else rule.scale
+    scores = (query.transpose(0, 1) @ keys.transpose(1, 2)).float() * scale
+    if rule.cap is not None:
+        scores = rule.cap * torch.tanh(scores / rule.cap)
+    columns = torch.arange(length, device=query.device)
+    rows = columns[length - num_rows :, None]
+    hidden = columns > rows
+    if rule.window is not None:
+        hidden |= columns <= rows - rule.window
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+    return (weights.to(values.dtype) @ values).transpose(0, 1)
 
 
 class NativeStep:

@@ -1,4 +1,4 @@
-"""A dense decoder of the Llama family, for inference."""
+"""A dense decoder, for inference."""
 
 from collections.abc import Mapping
 from typing import Literal, cast
@@ -9,20 +9,22 @@ from torch.nn import functional
 
 from speculative.kernels.chosen import ChosenKernels, choose_kernels
 from speculative.model.attention import StepAttention
-from speculative.model.config import ModelConfig
+from speculative.model.config import ModelConfig, TensorNames
 from speculative.model.cpu.fused import FusedLayers
 from speculative.model.cpu.native import Kind, pack_natively
 from speculative.model.layers import (
     Attend,
+    Attention,
     DecoderLayer,
     Fp8Linear,
     FusibleLayer,
     Linear,
-    RMSNorm,
-    Rotary,
+    Rotation,
     nan_parameter,
+    norm_of,
 )
 from speculative.model.quantized import Quantized, as_quantized
+from speculative.model.rotary import Rotary
 
 
 class Decoder(FusibleLayer):
@@ -45,13 +47,16 @@ class Decoder(FusibleLayer):
         self.config, self.dtype, self.device = config, dtype, device
         self.kernels = choose_kernels(device) if kernels is None else kernels
         self.embedding = nan_parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        layers = [DecoderLayer(config, fp8=fp8, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        kinds = [config.kind(layer) for layer in range(config.num_layers)]
+        self.layers = nn.ModuleList(DecoderLayer(config, kind, fp8=fp8, dtype=dtype, device=device) for kind in kinds)
+        self.norm = norm_of(config, dtype=dtype, device=device)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device=device)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embedding
-        self.rotary = Rotary(config, device=device)
+        ropes = list(dict.fromkeys((config.rope, *(kind.rope for kind in kinds if kind.rope))))
+        longest = config.max_position_embeddings
+        self.rotaries = nn.ModuleList(Rotary(rope, config.head_dim, longest, device=device) for rope in ropes)
+        self._rotary_of = [ropes.index(kind.rope or config.rope) for kind in kinds]
         self.packed: Kind | None = None  # how our CPU kernels have the weights, where they have them
         self.fused: FusedLayers | None = None  # all layers at once, where they are packed for it
 
@@ -73,6 +78,8 @@ class Decoder(FusibleLayer):
             layers of `capture`, side by side.
         """
         hidden = functional.embedding(input_ids, self.embedding).to(self.dtype)
+        if self.config.form.embedding_multiplier != 1:
+            hidden = hidden * torch.tensor(self.config.form.embedding_multiplier, dtype=self.dtype)
         if self.fused is not None and isinstance(attend, StepAttention) and attend.native is not None:
             hidden, features = self.fused.run(hidden, positions, attend.native, capture)
             hidden = self.norm(hidden)
@@ -84,7 +91,9 @@ class Decoder(FusibleLayer):
         self, hidden: Tensor, positions: Tensor, attend: Attend, capture: tuple[int, ...]
     ) -> tuple[Tensor, list[Tensor]]:
         """The hidden states [N, hidden_size] after the final norm, and what enters the layers of `capture`."""
-        rotation = self.ops.rotation(self.rotary, positions, hidden)
+        rotations: list[Rotation] = [
+            self.ops.rotation(cast("Rotary", rotary), positions, hidden) for rotary in self.rotaries
+        ]
         features = []
         layers = cast("list[DecoderLayer]", list(self.layers))
         normed = layers[0].input_norm(hidden)
@@ -92,14 +101,24 @@ class Decoder(FusibleLayer):
         for index, (layer, norm) in enumerate(zip(layers, following, strict=True)):
             if index in capture:
                 features.append(hidden)
-            hidden, update = layer(hidden, normed, rotation, attend, index)
+            hidden, update = layer(hidden, normed, rotations[self._rotary_of[index]], attend, index)
             hidden, normed = self.ops.add_norm(hidden, update, norm)
         assert isinstance(normed, Tensor), "the LM head has no FP8 weights"
         return normed, features
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden_size] -> [R, vocab_size] float32."""
-        return self.lm_head(hidden).float()  # type: ignore[no-any-return]
+        return self.project(hidden).float()
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """The same, in the type of the LM head's products."""
+        logits: Tensor = self.lm_head(hidden)
+        form = self.config.form
+        if form.logit_multiplier != 1:
+            logits = logits * form.logit_multiplier
+        if form.logit_cap is not None:
+            logits = (logits.float() / form.logit_cap).tanh().mul(form.logit_cap).to(logits.dtype)
+        return logits
 
     def pack(self, kind: Kind, quantized: dict[str, Quantized]) -> None:
         """Lay the loaded weights out for our CPU kernels; from here on activations are float32.
@@ -122,10 +141,10 @@ class Decoder(FusibleLayer):
             parts = zip(own, rows, strict=True)
             return Quantized.stack([as_quantized(weight, bits, quantized.pop(name, None)) for name, weight in parts])
 
-        pack_natively(self, kernels, weight_of)
+        pack_natively(self, kernels, weight_of, whole=self.config.has_llama_shape)
         self.packed = kind
         self.dtype = torch.float32
-        self.fused = FusedLayers.of(self.layers, self.rotary, self.config)
+        self.fused = FusedLayers.of(self.layers, cast("Rotary", self.rotaries[0]), self.config)
 
     def _linear_names(self, slots: Mapping[str, Tensor]) -> dict[Linear, list[str]]:
         """The checkpoint's tensors in the rows of each Linear, in order."""
@@ -145,27 +164,25 @@ class Decoder(FusibleLayer):
             slots["lm_head.weight"] = self.lm_head.weight
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
-            slots |= {f"model.layers.{index}.{name}": slot for name, slot in layer_slots(layer).items()}
+            own = layer_slots(layer, self.config.names)
+            slots |= {f"model.layers.{index}.{name}": slot for name, slot in own.items()}
         return slots
 
 
-def layer_slots(layer: DecoderLayer) -> dict[str, Tensor]:
+def layer_slots(layer: DecoderLayer, names: TensorNames) -> dict[str, Tensor]:
     """Return where a layer's tensors go, by their names within the layer."""
     attention, mlp = layer.attention, layer.mlp
-    norms = {}
-    if attention.qk_norm is not None:  # the checkpoint has one row for all heads: copying broadcasts it
-        query, key = attention.qk_norm.weight.split((attention.num_heads, attention.num_kv_heads))
-        norms = {"self_attn.q_norm.weight": query, "self_attn.k_norm.weight": key}
+    norms = (layer.input_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm)
+    weights = [norm.weight for norm in norms if not isinstance(norm, nn.Identity)]
+    query_key_value = attention.sizes if len(names.qkv) == 3 else (sum(attention.sizes),)
+    gate_up = (mlp.size, mlp.size) if len(names.gate_up) == 2 else (2 * mlp.size,)
     return {
-        "input_layernorm.weight": layer.input_norm.weight,
-        "post_attention_layernorm.weight": layer.mlp_norm.weight,
-        **_linear_slots(
-            attention.qkv_proj, {f"self_attn.{x}_proj": n for x, n in zip("qkv", attention.sizes, strict=True)}
-        ),
-        **_linear_slots(attention.o_proj, {"self_attn.o_proj": attention.o_proj.weight.shape[0]}),
-        **_linear_slots(mlp.gate_up_proj, {"mlp.gate_proj": mlp.size, "mlp.up_proj": mlp.size}),
-        **_linear_slots(mlp.down_proj, {"mlp.down_proj": mlp.down_proj.weight.shape[0]}),
-        **norms,
+        **{f"{name}.weight": weight for name, weight in zip(names.norms, weights, strict=True)},
+        **_linear_slots(attention.qkv_proj, dict(zip(names.qkv, query_key_value, strict=True))),
+        **_linear_slots(attention.o_proj, {names.output: attention.o_proj.weight.shape[0]}),
+        **_linear_slots(mlp.gate_up_proj, dict(zip(names.gate_up, gate_up, strict=True))),
+        **_linear_slots(mlp.down_proj, {names.down: mlp.down_proj.weight.shape[0]}),
+        **_head_norm_slots(attention),
     }
 
 
@@ -177,3 +194,13 @@ def _linear_slots(linear: Linear | Fp8Linear, num_rows: dict[str, int]) -> dict[
         for part, parameter in linear.named_parameters()
         for name, rows in zip(names, parameter.split(sizes), strict=True)
     }
+
+
+def _head_norm_slots(attention: Attention) -> dict[str, Tensor]:
+    """The checkpoint has one row for all heads: copying broadcasts it."""
+    if attention.qk_norm is None:
+        return {}
+    counts, weight = (attention.num_heads, attention.num_kv_heads), attention.qk_norm.weight
+    each = 1 if weight.ndim == 2 else attention.head_dim
+    query, key = weight.split([count * each for count in counts])
+    return {"self_attn.q_norm.weight": query, "self_attn.k_norm.weight": key}

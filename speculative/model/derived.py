@@ -7,7 +7,6 @@ from torch import Tensor
 
 from speculative.errors import ConfigError
 from speculative.model.config import ModelConfig
-from speculative.model.layers import rope_frequencies
 
 _FREQUENCIES = "rotary_emb.inv_freq"
 _TABLES = {"rotary_emb.cos_cached": torch.cos, "rotary_emb.sin_cached": torch.sin}
@@ -31,7 +30,7 @@ def is_derived(path: Path, name: str, tensor: Tensor, config: ModelConfig) -> bo
         return tensor.numel() == 1
     if not name.endswith((_FREQUENCIES, *_TABLES)):
         return False
-    if not _follows(name, tensor, rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)):
+    if not _follows(name, tensor, config.rope.frequencies(config.head_dim)):
         raise ConfigError(
             f"{path}: tensor {name} is not what the rotary settings of config.json give; correct `rope_theta`, "
             "`rope_parameters` or `rope_scaling` there, or if these are right, remove the tensor, which nothing reads."

@@ -20,13 +20,15 @@ from speculative.end_tokens import read_json
 from speculative.errors import ConfigError, UnsupportedModel
 from speculative.kernels.bindings import DraftHeadStruct, DraftRoundStruct, LayerStruct, ShapeStruct
 from speculative.model.attention import NativeStep, StepAttention, cache_shape
-from speculative.model.config import ModelConfig, flag
+from speculative.model.config import ModelConfig
+from speculative.model.config_file import ConfigFile
 from speculative.model.cpu.fused import fill_shape
 from speculative.model.cpu.native import Kind, NativeAttention, NativeLinear, NativeMLP, NativeNorm, pack_natively
 from speculative.model.decoder import Decoder
 from speculative.model.head_checkpoint import fill_slots, read_tensors
-from speculative.model.layers import MLP, Attend, Attention, FusibleLayer, Linear, RMSNorm, Rotary, nan_parameter
+from speculative.model.layers import MLP, Attend, Attention, FusibleLayer, Linear, RMSNorm, nan_parameter
 from speculative.model.quantized import GROUP, Quantized, quantize
+from speculative.model.rotary import Rotary
 
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 _EMBEDDING = "embed_tokens.weight"
@@ -74,7 +76,7 @@ class Eagle3Config:
             draft_vocab_size=int(config.get("draft_vocab_size") or shape.vocab_size),
             target_hidden_size=int(config.get("target_hidden_size") or shape.hidden_size),
             aux_layers=None if aux is None else tuple(int(layer) for layer in aux),
-            norm_before_residual=flag(config, "norm_before_residual", from_speculators),
+            norm_before_residual=ConfigFile(config).flag("norm_before_residual", from_speculators),
         )
 
     def for_target(self, target: ModelConfig) -> "Eagle3Config":
@@ -218,7 +220,7 @@ class Eagle3Head(FusibleLayer):
         self.attention = Attention(shape, input_size=2 * hidden_size, dtype=dtype, device=device)
         self.mlp = MLP(shape, dtype=dtype, device=device)
         self.lm_head = Linear(hidden_size, config.draft_vocab_size, bias=False, dtype=dtype, device=device)
-        self.rotary = Rotary(shape, device=device)
+        self.rotary = Rotary(shape.rope, shape.head_dim, shape.max_position_embeddings, device=device)
         self.owns_embedding = embedding is None
         if embedding is None:
             self.embedding: Tensor = nan_parameter(shape.vocab_size, hidden_size, dtype=dtype, device=device)

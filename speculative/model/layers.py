@@ -1,4 +1,4 @@
-"""The layers of a Llama-like decoder, over packed rows: N tokens of any number of sequences, no batch dimension."""
+"""The layers of a dense decoder, over packed rows: N tokens of any number of sequences, no batch dimension."""
 
 import math
 from typing import Protocol
@@ -7,18 +7,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from speculative.model.config import Llama3RopeScaling, ModelConfig
+from speculative.model.config import PLAIN, LayerKind, ModelConfig, ScoreRule
 from speculative.model.fp8 import E4M3, Fp8Rows, Rows, quantize_rows
+from speculative.model.rotary import Rotary, rotate
 
 
 class Attend(Protocol):
     """Attention of one layer, given by the caller: it stores key and value, then attends causally.
 
     query is [N, num_heads, head_dim], key and value are [N, num_kv_heads, head_dim] (views, seldom contiguous); query
-    and key are already rotated. Returns [N, num_heads, head_dim].
+    and key are already rotated. `scores` is the layer's rule. Returns [N, num_heads, head_dim].
     """
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, /) -> Tensor: ...
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule = PLAIN, /
+    ) -> Tensor: ...
 
 
 def nan_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -54,9 +57,37 @@ class RMSNorm(nn.Module):
         self.weight = nan_parameter(size, dtype=dtype, device=device)
         self.shape, self.eps, self.feeds_fp8 = (size,), eps, feeds_fp8
 
+    @property
+    def multipliers(self) -> Tensor:
+        """[size] float32, of what is normed."""
+        return self.weight.float()
+
     def forward(self, rows: Tensor) -> Tensor:
         """[N, size] -> [N, size]. torch's rms_norm sums and scales bfloat16 in float32."""
         return functional.rms_norm(rows, self.shape, self.weight, self.eps)
+
+
+class AddedNorm(RMSNorm):
+    """An RMSNorm that multiplies by 1 + w, before it rounds to the rows' type."""
+
+    @property
+    def multipliers(self) -> Tensor:
+        """[size] float32, of what is normed."""
+        return 1 + self.weight.float()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[N, size] -> [N, size]."""
+        return functional.rms_norm(rows.float(), self.shape, self.multipliers, self.eps).to(rows.dtype)
+
+
+def norm_of(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, feeds_fp8: bool = False) -> RMSNorm:
+    """A norm of hidden states."""
+    kind = AddedNorm if config.form.norm_adds_one else RMSNorm
+    return kind(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, feeds_fp8=feeds_fp8)
+
+
+Norm = RMSNorm | nn.Identity
+"""Identity where a layer has no norm."""
 
 
 class HeadNorm(nn.Module):
@@ -67,49 +98,29 @@ class HeadNorm(nn.Module):
         num_heads = config.num_heads + config.num_kv_heads
         self.weight = nan_parameter(num_heads, config.head_dim, dtype=dtype, device=device)
         self.shape, self.eps = (config.head_dim,), config.rms_norm_eps
+        self._adds_one = config.form.norm_adds_one
 
     def forward(self, heads: Tensor) -> Tensor:
         """[N, num_heads + num_kv_heads, head_dim], normalised over the last."""
+        if self._adds_one:
+            normed = functional.rms_norm(heads.float(), self.shape, None, self.eps) * (1 + self.weight.float())
+            return normed.to(heads.dtype)
         return functional.rms_norm(heads, self.shape, None, self.eps) * self.weight
 
 
-class Rotary(nn.Module):
-    """Rotary position embedding (Su et al., 2021) in the rotate-half convention: i turns with i + head_dim/2."""
+class WideNorm(nn.Module):
+    """OLMo 2's RMSNorm of all query heads together, and of all key heads."""
 
-    table: Tensor  # [P, 2, head_dim/2] float32; cosines, sines
-
-    def __init__(self, config: ModelConfig, *, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
-        angles = torch.outer(positions, frequencies)  # [P, head_dim/2]
-        self.register_buffer("table", torch.stack((angles.cos(), angles.sin()), dim=1).to(device), persistent=False)
+        self.counts, self.eps = (config.num_heads, config.num_kv_heads), config.rms_norm_eps
+        self.weight = nan_parameter(sum(self.counts) * config.head_dim, dtype=dtype, device=device)
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return what `rotate` needs at these positions: two of [N, 1, head_dim]."""
-        cos, sin = self.table[positions].to(dtype).unsqueeze(1).unbind(2)  # [N, 1, head_dim/2]
-        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-
-
-def rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """Turn heads [N, H, head_dim] to their positions. Rolling swaps the halves; the sign is in the sine."""
-    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, dims=-1), signed_sin)
-
-
-def rope_frequencies(head_dim: int, theta: float, scaling: Llama3RopeScaling | None) -> Tensor:
-    """Radians a position, [head_dim/2] float32, in transformers' order of operations.
-
-    Llama 3's stretch divides the frequency of long wavelengths by `factor`, leaves short ones, and blends between.
-    """
-    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    if scaling is None:
-        return frequencies
-    wavelengths = 2 * math.pi / frequencies
-    context, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
-    share = (context / wavelengths - low) / (high - low)
-    blended = (1 - share) * frequencies / scaling.factor + share * frequencies
-    stretched = torch.where(wavelengths > context / low, frequencies / scaling.factor, blended)
-    return torch.where(wavelengths < context / high, frequencies, stretched)
+    def forward(self, heads: Tensor) -> Tensor:
+        """[N, num_heads + num_kv_heads, head_dim], the two parts normalised apart."""
+        weights = self.weight.view(-1, heads.shape[-1]).split(self.counts)
+        parts = zip(heads.split(self.counts, dim=1), weights, strict=True)
+        return torch.cat([functional.rms_norm(part, part.shape[1:], own, self.eps) for part, own in parts], dim=1)
 
 
 Rotation = tuple[Tensor, Tensor]
@@ -122,7 +133,7 @@ class LayerOps:
     Float32 inside; rounded to the rows' dtype wherever torch rounds.
     """
 
-    def add_norm(self, hidden: Tensor, update: Tensor, norm: RMSNorm) -> tuple[Tensor, Rows]:
+    def add_norm(self, hidden: Tensor, update: Tensor, norm: Norm) -> tuple[Tensor, Rows]:
         """hidden + update, and the norm of it, quantized or not if it feeds FP8; all [N, hidden_size]."""
         hidden = hidden + update
         return hidden, norm(hidden)
@@ -160,8 +171,10 @@ class LayerOps:
         query_key = heads[:, :-num_kv_heads]  # normalised and rotated together
         if attention.qk_norm is not None:
             query_key = attention.qk_norm(query_key)
-        query_key = rotate(query_key, *rotation)
-        return attend(layer, query_key[:, :num_heads], query_key[:, num_heads:], heads[:, -num_kv_heads:])
+        if attention.rotated:
+            query_key = rotate(query_key, *rotation)
+        query, key = query_key[:, :num_heads], query_key[:, num_heads:]
+        return attend(layer, query, key, heads[:, -num_kv_heads:], attention.scores)
 
 
 class FusibleLayer(nn.Module):
@@ -203,7 +216,8 @@ class Fp8Linear(FusibleLayer):
 class Attention(FusibleLayer):
     """Projections around the caller's attention; query, key and value come from one matrix.
 
-    Its input is as wide as its output unless `input_size` says otherwise. `fp8`: its matrices have FP8 weights.
+    Its input is as wide as its output unless `input_size` says otherwise. `kind`: of its layer; None = a plain one.
+    `fp8`: its matrices have FP8 weights.
     """
 
     def __init__(
@@ -211,6 +225,7 @@ class Attention(FusibleLayer):
         config: ModelConfig,
         *,
         input_size: int | None = None,
+        kind: LayerKind | None = None,
         fp8: bool = False,
         dtype: torch.dtype,
         device: torch.device,
@@ -223,7 +238,9 @@ class Attention(FusibleLayer):
         num_inputs = input_size or hidden_size
         linear = Fp8Linear if fp8 else Linear
         self.qkv_proj = linear(num_inputs, sum(self.sizes), bias=config.qkv_bias, dtype=dtype, device=device)
-        self.qk_norm = HeadNorm(config, dtype=dtype, device=device) if config.qk_norm else None
+        norm = WideNorm if config.form.wide_qk_norm else HeadNorm
+        self.qk_norm = norm(config, dtype=dtype, device=device) if config.qk_norm else None
+        self.scores, self.rotated = (PLAIN, True) if kind is None else (kind.scores, kind.rope is not None)
         self.o_proj = linear(query_size, hidden_size, bias=config.o_bias, dtype=dtype, device=device)
 
     def forward(self, rows: Rows, rotation: Rotation, attend: Attend, layer: int) -> Tensor:
@@ -234,7 +251,7 @@ class Attention(FusibleLayer):
 
 
 class MLP(FusibleLayer):
-    """SwiGLU (Shazeer, 2020): down(silu(gate(x)) * up(x)); gate and up come from one matrix.
+    """SwiGLU (Shazeer, 2020): down(silu(gate(x)) * up(x)), or with tanh's GELU; gate and up come from one matrix.
 
     `fp8`: its matrices have FP8 weights.
     """
@@ -242,30 +259,41 @@ class MLP(FusibleLayer):
     def __init__(self, config: ModelConfig, *, fp8: bool = False, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         hidden_size, size, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.size, self.fp8 = size, fp8
+        self.size, self.fp8, self._gelu = size, fp8, config.form.gate == "gelu_tanh"
         linear = Fp8Linear if fp8 else Linear
         self.gate_up_proj = linear(hidden_size, 2 * size, bias=bias, dtype=dtype, device=device)
         self.down_proj = linear(size, hidden_size, bias=bias, dtype=dtype, device=device)
 
     def forward(self, rows: Rows) -> Tensor:
         """[N, hidden_size] -> [N, hidden_size]."""
+        if self._gelu:
+            gate, up = self.gate_up_proj(rows).chunk(2, dim=-1)
+            return self.down_proj(functional.gelu(gate, approximate="tanh") * up)  # type: ignore[no-any-return]
         gated = self.ops.gate(self.gate_up_proj(rows), feeds_fp8=self.fp8)
         return self.down_proj(gated)  # type: ignore[no-any-return]
 
 
 class DecoderLayer(FusibleLayer):
-    """One block: attention, then the MLP, each after a norm and added to what came in.
+    """One block: attention, then the MLP, each with its norms before and behind, and added to what came in.
 
-    `fp8`: its matrices have FP8 weights.
+    `kind`: of the layer. `fp8`: its matrices have FP8 weights.
     """
 
-    def __init__(self, config: ModelConfig, *, fp8: bool = False, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, kind: LayerKind, *, fp8: bool = False, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_norm = RMSNorm(size, eps, dtype=dtype, device=device, feeds_fp8=fp8)
-        self.attention = Attention(config, fp8=fp8, dtype=dtype, device=device)
-        self.mlp_norm = RMSNorm(size, eps, dtype=dtype, device=device, feeds_fp8=fp8)
+
+        def norm(place: str, *, feeds_fp8: bool = False) -> Norm:
+            if config.form.norms not in (place, "both"):
+                return nn.Identity()
+            return norm_of(config, dtype=dtype, device=device, feeds_fp8=feeds_fp8)
+
+        self.input_norm, self.attention_out_norm = norm("before", feeds_fp8=fp8), norm("behind")
+        self.attention = Attention(config, kind=kind, fp8=fp8, dtype=dtype, device=device)
+        self.mlp_norm, self.mlp_out_norm = norm("before", feeds_fp8=fp8), norm("behind")
         self.mlp = MLP(config, fp8=fp8, dtype=dtype, device=device)
+        self._multiplier = config.form.residual_multiplier
 
     def forward(
         self, hidden: Tensor, normed: Rows, rotation: Rotation, attend: Attend, layer: int
@@ -274,6 +302,9 @@ class DecoderLayer(FusibleLayer):
 
         All are [N, hidden_size]: the sum is left to the caller, who can make the next norm of it at once.
         """
-        update = self.attention(normed, rotation, attend, layer)
+        update = self._scaled(self.attention_out_norm(self.attention(normed, rotation, attend, layer)))
         hidden, normed = self.ops.add_norm(hidden, update, self.mlp_norm)
-        return hidden, self.mlp(normed)
+        return hidden, self._scaled(self.mlp_out_norm(self.mlp(normed)))
+
+    def _scaled(self, update: Tensor) -> Tensor:
+        return update if self._multiplier == 1 else update * self._multiplier

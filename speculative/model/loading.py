@@ -102,6 +102,11 @@ def load_decoder(
         UnsupportedModel: the model needs something this engine does not do, or its weights are pickled.
     """
     config = ModelConfig.from_folder(folder)
+    if not config.has_llama_shape and torch.device(device).type == "cuda":
+        raise UnsupportedModel(
+            f"{folder}: {config.architecture} with these settings runs on a CPU alone; set device: cpu, or serve it "
+            "with `engine.kind: vllm`."
+        )
     files = checkpoint_files(folder)
     if weights == "fp8":
         check_fp8_sizes(config)

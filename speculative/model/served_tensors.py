@@ -29,7 +29,8 @@ class ServedTensors:
     def __init__(self, folder: Path, form: str | None, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         self._files = TensorFiles(checkpoint_files(folder))
         self._form, self._dtype, self._device = form, dtype, device
-        self._tied = ModelConfig.from_folder(folder).tie_word_embeddings
+        model = ModelConfig.from_folder(folder)
+        self._tied, self._matrices = model.tie_word_embeddings, tuple(f"{name}.weight" for name in model.names.matrices)
         quantized = folder / QUANTIZED_FILE
         self._quantized = TensorFiles([quantized] if form == "w4a8" and quantized.is_file() else [])
 
@@ -39,7 +40,7 @@ class ServedTensors:
     def __getitem__(self, name: str) -> Served:
         source = self._source(name)
         tensor = self._files[source].to(self._device)
-        is_matrix = name.endswith("_proj.weight")
+        is_matrix = name.endswith(self._matrices)
         if self._form == "fp8" and is_matrix:
             if tensor.dtype != E4M3:
                 return quantize_rows(tensor)

@@ -6,7 +6,8 @@ import torch
 from speculative.cache.kv_cache import KVCache, KVShape
 from speculative.gpu.paged_attention import PagedAttention, PagedRows
 from speculative.model.config import ModelConfig
-from speculative.model.layers import Attention, LayerOps, RMSNorm, Rotary
+from speculative.model.layers import Attention, LayerOps, RMSNorm
+from speculative.model.rotary import Rope, Rotary
 
 pytestmark = pytest.mark.gpu
 
@@ -45,8 +46,11 @@ def test_rotations_are_torchs(
 ) -> None:
     torch.manual_seed(0)
     num_heads, num_kv_heads, head_dim = heads
-    config = ModelConfig("LlamaForCausalLM", 16, 64, 64, 1, *heads, 1e-5, 1e4, 512, qk_norm=qk_norm)
-    attention, rotary = Attention(config, dtype=dtype, device=cuda), Rotary(config, device=cuda)
+    config = ModelConfig("LlamaForCausalLM", 16, 64, 64, 1, *heads, 1e-5, Rope(1e4), 512, qk_norm=qk_norm)
+    attention, rotary = (
+        Attention(config, dtype=dtype, device=cuda),
+        Rotary(config.rope, config.head_dim, 512, device=cuda),
+    )
     if attention.qk_norm is not None:
         attention.qk_norm.weight.copy_(torch.randn_like(attention.qk_norm.weight))
     rows = torch.randn((64, num_heads + 2 * num_kv_heads, head_dim), device=cuda).to(dtype)

@@ -15,8 +15,10 @@ from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.weightless import LookupDrafter
 from speculative.engine import EngineCore
 from speculative.handoff import Blob, ComputedTokenState, Manifest, allocate_blob, seal
-from speculative.model.config import ModelConfig
+from speculative.model.attention import attend_by_rule
+from speculative.model.config import PLAIN, ModelConfig, ScoreRule
 from speculative.model.decoder import Decoder
+from speculative.model.rotary import Rope
 from speculative.request import FinishReason, Request, Round, TokenDelta, TokenKind, TokenLogprobs
 from speculative.state.token_constraint import ConstraintMaker
 from tests.support.torch_operators import captured_on_a_cpu
@@ -68,7 +70,7 @@ def markov_decoder(next_token: Tensor | Sequence[int], *, eos: tuple[int, ...] =
     vocab_size = len(table)
     config = ModelConfig(
         architecture="LlamaForCausalLM", vocab_size=vocab_size, hidden_size=vocab_size, intermediate_size=2,
-        num_layers=num_layers, num_heads=1, num_kv_heads=1, head_dim=2, rms_norm_eps=1e-12, rope_theta=10000.0,
+        num_layers=num_layers, num_heads=1, num_kv_heads=1, head_dim=2, rms_norm_eps=1e-12, rope=Rope(10000.0),
         max_position_embeddings=512, eos_token_ids=eos,
     )  # fmt: skip
     decoder = Decoder(config, dtype=torch.float32, device=torch.device("cpu"))
@@ -196,7 +198,10 @@ def naive_logits(decoder: Decoder, token_ids: Tensor) -> Tensor:
     """Logits [N, L, V] of whole sequences [N, L], without a cache: the forward pass one would write first."""
     num_sequences, length = token_ids.shape
 
-    def attend(_layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(_layer: int, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule = PLAIN) -> Tensor:
+        if scores != PLAIN:
+            parts = zip(*(part.split(length) for part in (query, key, value)), strict=True)
+            return torch.cat([attend_by_rule(*part, scores) for part in parts])
         query, key, value = (x.unflatten(0, (num_sequences, length)).transpose(1, 2) for x in (query, key, value))
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return attended.transpose(1, 2).flatten(0, 1)

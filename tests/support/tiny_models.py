@@ -37,6 +37,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 32},
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
+    "smollm3": {"model_type": "smollm3", "num_hidden_layers": 3, "no_rope_layers": [1, 1, 0]},
+    "olmo2": {"model_type": "olmo2"},
+    "olmo3": {"model_type": "olmo3", "num_hidden_layers": 4, "sliding_window": 9, "rope_parameters": None},
+    "gemma2": {"model_type": "gemma2", "num_hidden_layers": 3, "sliding_window": 9, "head_dim": 32}
+    | {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    "gemma3": {"model_type": "gemma3_text", "num_hidden_layers": 3, "sliding_window": 9, "head_dim": 32}
+    | {"query_pre_attn_scalar": 24, "sliding_window_pattern": 3, "rope_parameters": None},
+    "granite": {"model_type": "granite", "embedding_multiplier": 3.0, "residual_multiplier": 0.6}
+    | {"attention_multiplier": 0.2, "logits_scaling": 0.7},
+    "granite4": {"model_type": "granitemoehybrid", "num_local_experts": 0, "shared_intermediate_size": 96}
+    | {"layer_types": ["full_attention"] * 2, "position_embedding_type": "rope", "attention_multiplier": 0.2}
+    | {"mamba_n_heads": 8, "residual_multiplier": 0.6},
+    "phi3": {"model_type": "phi3", "sliding_window": 9},
+    "ministral": {
+        "model_type": "ministral",
+        "head_dim": 16,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "qwen3_biased": {"model_type": "qwen3", "head_dim": 32, "attention_bias": True},
 }
 

@@ -20,6 +20,7 @@ from speculative.engine import EngineCore
 from speculative.model.attention import prepare_by
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
+from speculative.model.rotary import Rope
 from speculative.sampling.rng import Purpose, uniforms
 from speculative.state.batch import Batch, Int64s, StepInput
 from speculative.state.sequence import Sequence
@@ -189,7 +190,7 @@ def tiny_weights(vocab_size: int = 64, *, seed: int = 1, own_drafts: bool = Fals
         num_kv_heads=1,
         head_dim=16,
         rms_norm_eps=1e-6,
-        rope_theta=10000.0,
+        rope=Rope(10000.0),
         max_position_embeddings=512,
         eos_token_ids=(EOS,),
     )
@@ -220,7 +221,7 @@ def write_checkpoint(decoder: Decoder, folder: Path) -> None:
         "num_key_value_heads": model.num_kv_heads,
         "head_dim": model.head_dim,
         "rms_norm_eps": model.rms_norm_eps,
-        "rope_theta": model.rope_theta,
+        "rope_theta": model.rope.theta,
         "max_position_embeddings": model.max_position_embeddings,
         "eos_token_id": EOS,
         "tie_word_embeddings": False,

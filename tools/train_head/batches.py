@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from speculative.model.attention import attend_by_rule
+from speculative.model.config import PLAIN, ScoreRule
 from speculative.model.decoder import Decoder
 from speculative.model.eagle3 import Eagle3Head
 from tools.train_head.conversations import Conversations
@@ -46,10 +48,12 @@ class PlainAttention:
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = list(lengths)
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule = PLAIN) -> Tensor:
         """query [N, num_heads, head_dim], key and value [N, num_kv_heads, head_dim] -> [N, num_heads, head_dim]."""
         del layer
         parts = zip(*(rows.split(self._lengths) for rows in (query, key, value)), strict=True)
+        if scores != PLAIN:
+            return torch.cat([attend_by_rule(query, key, value, scores) for query, key, value in parts])
         return torch.cat([causal_attention(*part) for part in parts])
 
 

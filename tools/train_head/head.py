@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from speculative.model.config import ModelConfig
+from speculative.model.config import Form, ModelConfig, TensorNames
 from speculative.model.decoder import Decoder
 from speculative.model.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from speculative.model.head_checkpoint import HELD_OUT_RATES
 from speculative.model.layers import DecoderLayer
+from speculative.model.rotary import Rope
 
 
 def draft_vocabulary(counts: np.ndarray[Any, np.dtype[np.int64]], size: int, always: Sequence[int] = ()) -> Tensor:
@@ -33,7 +34,9 @@ def initial_head(target: Decoder, draft_ids: Tensor) -> Eagle3Head:
     The hidden state begins as the last of the three features; the token's half of query, key and value begins at zero.
     """
     shape = dataclasses.replace(target.config, architecture="LlamaForCausalLM", num_layers=1, tie_word_embeddings=False)
-    shape = dataclasses.replace(shape, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False)
+    shape = dataclasses.replace(shape, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False, kinds=())
+    rope = shape.rope if shape.has_llama_shape else Rope(shape.rope.theta)
+    shape = dataclasses.replace(shape, form=Form(), names=TensorNames(), rope=rope)
     config = Eagle3Config(
         shape=shape,
         draft_vocab_size=len(draft_ids),
@@ -57,7 +60,10 @@ def initial_head(target: Decoder, draft_ids: Tensor) -> Eagle3Head:
         (head.mlp.gate_up_proj, last.mlp.gate_up_proj),
         (head.mlp.down_proj, last.mlp.down_proj),
     ):
-        ours.weight.copy_(theirs.weight)
+        if isinstance(theirs, nn.Identity):
+            ours.weight.fill_(1.0)
+        else:
+            ours.weight.copy_(theirs.weight)
     head.lm_head.weight.copy_(target.lm_head.weight[draft_ids])
     return head
 
@@ -93,9 +99,7 @@ def save_head(head: Eagle3Head, folder: Path, held_out: Mapping[str, Sequence[fl
 
 def _layer_json(shape: ModelConfig) -> dict[str, Any]:
     """What config.json says of a Llama layer; the inverse of `ModelConfig.from_json`, as far as a head needs it."""
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if shape.rope_scaling is not None:
-        rope = {"rope_type": "llama3", **dataclasses.asdict(shape.rope_scaling)}
+    rope = shape.rope.as_json()
     return {
         "model_type": "llama",
         "hidden_size": shape.hidden_size,
@@ -105,9 +109,9 @@ def _layer_json(shape: ModelConfig) -> dict[str, Any]:
         "head_dim": shape.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": shape.rms_norm_eps,
-        "rope_theta": shape.rope_theta,
-        "rope_parameters": {**rope, "rope_theta": shape.rope_theta},
-        "rope_scaling": rope if shape.rope_scaling is not None else None,
+        "rope_theta": shape.rope.theta,
+        "rope_parameters": rope,
+        "rope_scaling": rope if shape.rope.scaling is not None else None,
         "max_position_embeddings": shape.max_position_embeddings,
         "attention_bias": shape.qkv_bias,
         "mlp_bias": shape.mlp_bias,

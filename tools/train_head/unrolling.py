@@ -52,9 +52,9 @@ class _DraftAttention:
         self._true: list[tuple[Tensor, Tensor]] = []  # keys and values of true-feature rows, by conversation
         self._own: list[list[tuple[Tensor, Tensor]]] = []  # those of drafted rows, by step and conversation
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *plain: object) -> Tensor:
         """query [N, num_heads, head_dim], key and value [N, num_kv_heads, head_dim] -> [N, num_heads, head_dim]."""
-        del layer
+        del layer, plain
         sizes = self._counts if self._true else self._sizes
         queries, keys, values = (rows.to(value.dtype).split(sizes) for rows in (query, key, value))
         pairs = list(zip(keys, values, strict=True))

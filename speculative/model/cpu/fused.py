@@ -1,12 +1,15 @@
 """A decoder's layers in one call of our CPU kernels, with nothing of torch between them."""
 
+from typing import cast
+
 from torch import Tensor, nn
 
 from speculative.kernels.bindings import LayerStruct, ShapeStruct
 from speculative.model.attention import NativeStep
 from speculative.model.config import ModelConfig
-from speculative.model.cpu.native import NativeLinear
-from speculative.model.layers import DecoderLayer, Rotary
+from speculative.model.cpu.native import NativeLinear, NativeNorm
+from speculative.model.layers import DecoderLayer
+from speculative.model.rotary import Rotary
 
 
 class FusedLayers:
@@ -20,9 +23,10 @@ class FusedLayers:
 
     @classmethod
     def of(cls, layers: nn.ModuleList, rotary: Rotary, config: ModelConfig) -> "FusedLayers | None":
-        """None where the layers are not packed for our kernels."""
+        """None where the layers are not packed for our kernels, or not of Llama's shape."""
         packed = all(isinstance(linear, NativeLinear) for layer in layers for linear in _linears(layer))
-        return cls(layers, rotary, config) if packed and config.head_dim % 16 == 0 else None
+        fits = config.has_llama_shape and config.head_dim % 16 == 0
+        return cls(layers, rotary, config) if packed and fits else None
 
     @property
     def addresses(self) -> bytes:
@@ -60,11 +64,12 @@ def _linears(layer: nn.Module) -> tuple[nn.Module, ...]:
 
 def _struct(layer: nn.Module) -> LayerStruct:
     assert isinstance(layer, DecoderLayer)
+    input_norm, mlp_norm = cast("NativeNorm", layer.input_norm), cast("NativeNorm", layer.mlp_norm)
     head_norm = layer.attention.qk_norm
     qkv, output, gate_up, down = (linear.struct for linear in _linears(layer))
     return LayerStruct(
-        input_norm=layer.input_norm.weight.data_ptr(),
-        mlp_norm=layer.mlp_norm.weight.data_ptr(),
+        input_norm=input_norm.weight.data_ptr(),
+        mlp_norm=mlp_norm.weight.data_ptr(),
         head_norm=None if head_norm is None else head_norm.weight.data_ptr(),
         qkv=qkv,
         output=output,

@@ -12,7 +12,7 @@ from speculative.kernels.bindings import Kernels, LayerStruct, LinearStruct
 from speculative.kernels.freed_memory import give_back_freed_memory
 from speculative.model.attention import StepAttention
 from speculative.model.fp8 import Rows
-from speculative.model.layers import MLP, Attend, Attention, Linear, RMSNorm
+from speculative.model.layers import MLP, Attend, Attention, HeadNorm, Linear, RMSNorm, WideNorm
 from speculative.model.quantized import GROUP, Quantized
 
 _PANEL = 32  # outputs
@@ -23,7 +23,9 @@ Kind = Literal["float32", "bfloat16", "w4a8"]
 """Forms of weights on a CPU: bfloat16 rounds what it multiplies them with to bfloat16, w4a8 to 8 bits."""
 
 
-def pack_natively(module: nn.Module, kernels: Kernels, weight_of: Callable[[Linear], Quantized | Kind]) -> None:
+def pack_natively(
+    module: nn.Module, kernels: Kernels, weight_of: Callable[[Linear], Quantized | Kind], *, whole: bool = True
+) -> None:
     """Replace the layers of a model by those of our kernels.
 
     Activations are float32 from here on, and so are the weights of norms. The plain weights go (a tied embedding
@@ -33,6 +35,7 @@ def pack_natively(module: nn.Module, kernels: Kernels, weight_of: Callable[[Line
         module: the model.
         kernels: that compute it from here on.
         weight_of: a layer's weights in integers, or the form they get; called once for each layer.
+        whole: attention and MLPs, too, which have to be of Llama's shape; else only their products.
     """
     pages = HugePages()
     parents = [part for part in module.modules() if not isinstance(part, Linear)]
@@ -42,7 +45,9 @@ def pack_natively(module: nn.Module, kernels: Kernels, weight_of: Callable[[Line
                 setattr(parent, name, NativeLinear(child, kernels, weight_of(child), pages))
             elif isinstance(child, RMSNorm):
                 setattr(parent, name, NativeNorm(child, kernels))
-    for parent in list(module.modules()):
+            elif isinstance(child, HeadNorm | WideNorm):
+                child.weight = nn.Parameter(child.weight.detach().float(), requires_grad=False)
+    for parent in list(module.modules()) if whole else []:
         for name, child in list(parent.named_children()):
             if isinstance(child, Attention):
                 setattr(parent, name, NativeAttention(child))
@@ -89,7 +94,7 @@ class NativeNorm(nn.Module):
 
     def __init__(self, norm: RMSNorm, kernels: Kernels) -> None:
         super().__init__()
-        self.weight = norm.weight.detach().float().contiguous()
+        self.weight = norm.multipliers.detach().contiguous()
         self.eps = norm.eps
         self._kernels = kernels
 
@@ -110,13 +115,9 @@ class NativeAttention(Attention):
             attention.head_dim,
         )
         self.sizes, self.qkv_proj, self.o_proj = attention.sizes, attention.qkv_proj, attention.o_proj
-        self.qk_norm = attention.qk_norm
-        self.head_norm = None
-        if self.qk_norm is not None:
-            self.qk_norm.weight = nn.Parameter(self.qk_norm.weight.detach().float(), requires_grad=False)
-            self.head_norm = self.qk_norm.weight.detach().contiguous()
+        self.qk_norm, self.scores, self.rotated = attention.qk_norm, attention.scores, attention.rotated
         self.struct = LayerStruct(
-            head_norm=None if self.head_norm is None else self.head_norm.data_ptr(),
+            head_norm=None if self.qk_norm is None else self.qk_norm.weight.data_ptr(),
             qkv=self.qkv_proj.struct,
             output=self.o_proj.struct,
         )

@@ -14,8 +14,9 @@ from speculative.gpu.paged_attention import PagedAttention, PagedRows
 from speculative.model.attention import CacheAttention
 from speculative.model.config import ModelConfig
 from speculative.model.fp8 import E4M3, Fp8Rows, quantize_rows
-from speculative.model.layers import Attention, LayerOps, RMSNorm, Rotary, use_layer_ops
+from speculative.model.layers import Attention, LayerOps, RMSNorm, use_layer_ops
 from speculative.model.loading import load_decoder
+from speculative.model.rotary import Rope, Rotary
 from tests.support.tiny_models import write_tiny_model
 from tests.support.torch_operators import TorchAttend
 from tests.support.triton_interpreter import needs_triton, nobodys
@@ -144,7 +145,7 @@ class QueriesAlone(CacheAttention):
     def __init__(self, cache: KVCache, slots: Tensor) -> None:
         self.cache, self.slots = cache, slots
 
-    def attend_stored(self, layer: int, query: Tensor) -> Tensor:
+    def attend_stored(self, layer: int, query: Tensor, *_: object) -> Tensor:
         assert layer == 1
         return query.contiguous()
 
@@ -164,8 +165,11 @@ def test_rotation_and_storing(
     triton: LayerOps, heads: tuple[int, int, int], qk_norm: bool, num_rows: int, dtype: torch.dtype
 ) -> None:
     """Every third row stands for nothing: all of them go to one slot, and what is there means nothing."""
-    config = ModelConfig("LlamaForCausalLM", 16, 64, 64, 2, *heads, 1e-5, 1e4, 512, qk_norm=qk_norm)
-    attention, rotary = Attention(config, dtype=dtype, device=CPU), Rotary(config, device=CPU)
+    config = ModelConfig("LlamaForCausalLM", 16, 64, 64, 2, *heads, 1e-5, Rope(1e4), 512, qk_norm=qk_norm)
+    attention, rotary = (
+        Attention(config, dtype=dtype, device=CPU),
+        Rotary(config.rope, config.head_dim, 512, device=CPU),
+    )
     if attention.qk_norm is not None:
         attention.qk_norm.weight.copy_(drawn(*attention.qk_norm.weight.shape, dtype=dtype, seed=3))
     random = torch.Generator().manual_seed(4)

@@ -20,7 +20,7 @@ from speculative.kernels.library import cpu_kernels, find_kernels
 from speculative.model.attention import NativeStep, StepAttention
 from speculative.model.cpu.native import Kind, NativeLinear, NativeNorm
 from speculative.model.decoder import Decoder
-from speculative.model.layers import Linear
+from speculative.model.layers import Linear, RMSNorm
 from speculative.model.loading import load_decoder
 from speculative.model.quantized import quantize
 from speculative.state.batch import AttentionRows
@@ -133,10 +133,10 @@ def test_extreme_rows_are_multiplied_too() -> None:
 
 @needs_kernels
 def test_a_norm() -> None:
-    norm = torch.nn.RMSNorm(75, eps=1e-5)
+    norm = RMSNorm(75, 1e-5, dtype=torch.float32, device=CPU)
     norm.weight.data.copy_(random(75))
     rows = random(5, 100)[:, :75] * 3
-    ours = NativeNorm(norm, compiled())  # type: ignore[arg-type]
+    ours = NativeNorm(norm, compiled())
     torch.testing.assert_close(ours(rows), norm(rows).detach(), rtol=1e-5, atol=1e-6)
 
 

@@ -35,7 +35,7 @@ def loaded(folder: Path, form: str) -> Decoder:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("family", ["llama_biased", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["llama_biased", "qwen2", "qwen3", "mistral", "gemma3", "olmo2", "granite4", "phi3"])
 def test_what_was_loaded_is_what_was_sent(tmp_path: Path, form: str, family: str) -> None:
     folder = write_tiny_model(tmp_path / family, family, vocab_size=64)
     check_applied(loaded(folder, form), folder, FORMS[form][1])

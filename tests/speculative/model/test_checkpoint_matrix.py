@@ -1,4 +1,4 @@
-"""What checkpoints of the five families say, field by field and tensor by tensor: computed as transformers computes it,
+"""What checkpoints of all families say, field by field and tensor by tensor: computed as transformers computes it,
 logit for logit, or refused by name.
 """
 
@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from speculative.errors import ConfigError
-from speculative.model.layers import rope_frequencies
 from speculative.model.loading import load_decoder
+from speculative.model.rotary import Rope
 from tests.speculative.model.test_decoder import LENGTHS, own_logits, reference_logits
 from tests.support.tiny_models import write_tiny_model
 
@@ -63,7 +63,7 @@ def _own_head(weights: Weights) -> None:
 
 
 def _frequencies(weights: Weights) -> None:
-    frequencies = rope_frequencies(16, 10000.0, None)
+    frequencies = Rope(10000.0).frequencies(16)
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = frequencies.bfloat16()
     weights["model.rotary_emb.inv_freq"] = frequencies.half()
     angles = torch.outer(torch.arange(128.0), frequencies).repeat(1, 2)
@@ -80,7 +80,42 @@ _BIASED = {"attention_bias": True, "mlp_bias": True}
 _WINDOW = {"sliding_window": 4}
 _SLIDES = {"use_sliding_window": True, "sliding_window": 4}
 
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+_LAYERED = {"layer_types": ["full_attention", "sliding_attention"]}
+_LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.5, 1.7, 2.0], "long_factor": [4.0] * 6}
+
 COMPUTED = {
+    # Families with layers of several kinds, over the edge of their windows.
+    "SmolLM3": Case("smollm3"),
+    "SmolLM3, rotated by name": Case("smollm3", {"no_rope_layers": [0, 1, 1]}, moves=True),
+    "OLMo 2": Case("olmo2"),
+    "OLMo 3": Case("olmo3"),
+    "OLMo 3, stretched": Case("olmo3", {"rope_scaling": _YARN, "rope_theta": 500.0}, moves=True),
+    "Gemma 2": Case("gemma2"),
+    "Gemma 2 without caps": Case(
+        "gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}, moves=True
+    ),
+    "Gemma 3": Case("gemma3"),
+    "Gemma 3, other layers": Case("gemma3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
+    "Granite": Case("granite"),
+    "Granite 4": Case("granite4"),
+    "Granite 4, not rotated": Case("granite4", {"position_embedding_type": None}, moves=True),
+    "Phi-3": Case("phi3"),
+    "Phi-3, a part of heads": Case("phi3", {"partial_rotary_factor": 0.5, "rope_parameters": _ABSENT}, moves=True),
+    "Phi-4-mini": Case(
+        "phi3",
+        {"partial_rotary_factor": 0.75, "rope_parameters": _ABSENT, "rope_scaling": _LONG}
+        | {"original_max_position_embeddings": 64},
+        moves=True,
+    ),
+    "Ministral": Case("ministral"),
+    "Mistral with a window": Case("mistral", _WINDOW, moves=True),
+    "Mistral, a window that others deny": Case("mistral", _WINDOW | {"use_sliding_window": False}, moves=True),
+    "Qwen2, a window behind the first": Case("qwen2", _SLIDES | {"layer_types": _ABSENT, "max_window_layers": 1}),
+    "Qwen3, a layer with a window": Case("qwen3", _SLIDES | _LAYERED, moves=True),
+    "yarn": _rope({"rope_parameters": _YARN | {"rope_theta": 500.0}}),
+    "yarn beside": Case("qwen3", {"rope_scaling": _YARN | {"beta_fast": 8.0, "truncate": False}}, moves=True),
+    "linear": _rope({"rope_scaling": {"rope_type": "linear", "factor": 3.0}}),
     # Shapes, biases and norms.
     "Llama": Case("llama"),
     "Llama with biases": Case("llama", made=_BIASED),
@@ -164,10 +199,8 @@ COMPUTED = {
     "shards": Case("qwen3", shard="30KB"),
 }
 
-_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 REFUSED = {
-    "yarn beside rope_parameters": (_rope({"rope_scaling": _YARN}), "`rope_type` is 'yarn'"),
-    "yarn": (_rope({"rope_parameters": _YARN | {"rope_theta": 500.0}}), "`rope_type` is 'yarn'"),
+    "another form": (_rope({"rope_scaling": _YARN | {"rope_type": "dynamic"}}), "`rope_type` is 'dynamic'"),
     "type null": (_rope({"rope_parameters": {"rope_type": None}}), "`rope_type` is None"),
     "theta null": (_rope({"rope_parameters": {"rope_type": "default"}, "rope_theta": None}), "`rope_theta`"),
     "theta null inside": (_rope({"rope_theta": 500.0, "rope_parameters": {"rope_theta": None}}), "`rope_theta`"),
@@ -183,19 +216,14 @@ REFUSED = {
     "by layer": (_rope({"rope_parameters": {"full_attention": _STRETCHED}}), "`rope_parameters` differ"),
     "rotated in part": (_rope({"partial_rotary_factor": 0.5}), "`partial_rotary_factor`"),
     "rotated in part, inside": (_rope({"rope_parameters": {"partial_rotary_factor": 0.5}}), "`partial_rotary_factor`"),
-    "a window": (Case("mistral", _WINDOW), "`sliding_window`"),
-    "a window that a field of other models denies": (
-        Case("mistral", _WINDOW | {"use_sliding_window": False}),
-        "`sliding_window`",
+    "layers with a window that is not in use": (
+        Case("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}),
+        "`sliding_window` is null or not in use",
     ),
-    "a window behind the first": (
-        Case("qwen2", _SLIDES | {"layer_types": _ABSENT, "max_window_layers": 1}),
-        "`sliding_window`",
-    ),
-    "a layer with a window": (
-        Case("qwen3", _SLIDES | {"layer_types": ["full_attention", "sliding_attention"]}),
-        "`layer_types`",
-    ),
+    "a capped layer of another kind": (Case("gemma3", {"attn_logit_softcapping": 5.0}), "`attn_logit_softcapping`"),
+    "both ways": (Case("gemma2", {"use_bidirectional_attention": True}), "`use_bidirectional_attention`"),
+    "experts": (Case("granite4", {"num_local_experts": 4}), "`num_local_experts`"),
+    "layers of another kind": (Case("granite4", {"layer_types": ["mamba", "attention"]}), "`layer_types`"),
     "layers of another model": (Case("qwen3", {"layer_types": ["full_attention"] * 3}), "`layer_types`"),
     "another model": (Case("llama", {"model_type": "mistral"}), "`model_type` is 'mistral'"),
     "gelu": (Case("llama", {"hidden_act": "gelu"}), "`hidden_act`"),
@@ -221,7 +249,7 @@ REFUSED = {
     "a mask": _refused("self_attn.bias", torch.ones(1, 1, 8, 8), r"unexpected tensor .*self_attn\.bias"),
     "other frequencies": _refused(
         "self_attn.rotary_emb.inv_freq",
-        rope_frequencies(16, 500.0, None),
+        Rope(500.0).frequencies(16),
         r"model\.safetensors: tensor .*inv_freq is not what the rotary settings",
     ),
     "other cosines": _refused(

@@ -38,4 +38,4 @@ def test_bfloat16_logits_are_as_near_as_transformers_own(family: str, tmp_path: 
 def test_a_position_beyond_the_model_is_an_error(tmp_path: Path) -> None:
     decoder = load_decoder(write_tiny_model(tmp_path, max_position_embeddings=64), dtype=torch.float32, device="cpu")
     with pytest.raises(IndexError):
-        decoder(torch.tensor([1]), torch.tensor([64]), lambda layer, query, key, value: query)
+        decoder(torch.tensor([1]), torch.tensor([64]), lambda layer, query, *_: query)

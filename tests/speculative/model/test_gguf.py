@@ -148,4 +148,4 @@ def test_the_real_model_equals_transformers_own_conversion(tmp_path: Path) -> No
     config = json.loads((made / "config.json").read_text())
     for name in ("hidden_size", "num_key_value_heads", "vocab_size", "max_position_embeddings", "eos_token_id"):
         assert config[name] == getattr(reference.config, name), name
-    assert ModelConfig.from_folder(made).rope_theta == reference.config.rope_parameters["rope_theta"]
+    assert ModelConfig.from_folder(made).rope.theta == reference.config.rope_parameters["rope_theta"]

@@ -18,8 +18,6 @@ LLAMA: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 128,
 }
-# Says nothing of the window: transformers then assumes 4096.
-MISTRAL_V01 = LLAMA | {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 32768}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 32.0,
@@ -38,9 +36,9 @@ def read(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None
 
 def test_what_a_silent_config_means(tmp_path: Path) -> None:
     model = read(tmp_path, LLAMA)
-    assert (model.num_kv_heads, model.head_dim, model.rope_theta, model.rms_norm_eps) == (4, 16, 10000.0, 1e-6)
+    assert (model.num_kv_heads, model.head_dim, model.rope.theta, model.rms_norm_eps) == (4, 16, 10000.0, 1e-6)
     assert {model.tie_word_embeddings, model.qkv_bias, model.o_bias, model.mlp_bias, model.qk_norm} == {False}
-    assert (model.bos_token_id, model.eos_token_ids, model.rope_scaling) == (None, (), None)
+    assert (model.bos_token_id, model.eos_token_ids, model.rope.scaling) == (None, (), None)
 
 
 def test_every_file_names_stop_tokens(tmp_path: Path) -> None:
@@ -56,7 +54,6 @@ REFUSED = [  # beside what `test_checkpoint_matrix` has
     (LLAMA | {"architectures": None}, "architectures"),
     (LLAMA | {"num_local_experts": 8}, "num_local_experts"),
     (LLAMA | {"num_experts": 64}, "num_experts"),
-    (MISTRAL_V01, "sliding_window"),
     (LLAMA | {"quantization_config": "fp8"}, "quantization_config"),
     (LLAMA | {"head_dim": 15}, "head_dim"),
     (LLAMA | {"vision_config": {"depth": 2}}, "vision_config"),

@@ -111,7 +111,7 @@ def test_a_head_loads_and_drafts(
     expected = weights["embed_tokens.weight"].float() if embedding else target.embedding
     assert torch.equal(head.embedding, expected)
     assert torch.equal(head.mlp.down_proj.weight, weights[f"{layer}.mlp.down_proj.weight"].float())
-    assert head.config.shape.rope_theta == 1e6
+    assert head.config.shape.rope.theta == 1e6
 
     drafter = DrafterConfig(kind="eagle3", model=str(folder), num_draft_tokens=3)
     engine = EngineCore.load(target_folder, settings(drafter=drafter))
@@ -139,7 +139,7 @@ def test_a_head_over_the_whole_vocabulary_has_no_map(target: Decoder, tmp_path: 
         ("layer", {"num_hidden_layers": 2}, "num_hidden_layers is 2"),
         ("layer", {"vocab_size": 128}, "another target: its vocabulary is 128, not 64"),
         ("specforge", {"fc_norm": True, "norm_output": True}, "fc_norm is set"),
-        ("specforge", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "`rope_type` is 'yarn'"),
+        ("specforge", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "`rope_type` is 'dynamic'"),
         ("specforge", {"architectures": ["DeepSeekForCausalLMEagle3"]}, "`architectures` is"),
     ],
 )

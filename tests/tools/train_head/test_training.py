@@ -73,7 +73,7 @@ class GrowingCache:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, /) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
         del layer
         assert len(query) == 1
         self.keys += key
