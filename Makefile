@@ -8,7 +8,7 @@ ARGS ?=
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-rest test-gpu gpu-day vllm test-vllm clients test-clients test-all check generated chaos locks clean
+.PHONY: help setup demo serve test test-rest test-gpu gpu-day vllm test-vllm clients test-clients test-all check chart generated chaos locks clean
 
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -60,7 +60,10 @@ check: $(STAMP) ## lint, formatting, types, generated files and the budgets of C
 	$(call generate,--check)
 	$(VENV)/bin/python -m tools.budgets
 
-generated: $(STAMP) ## write all that is generated: the chart's part, pages
+chart: ## write the chart's dashboards and alerts, which no checkout has: before `helm install` (needs Python alone)
+	$(PYTHON) -m dashboards.build
+
+generated: $(STAMP) ## write all generated files that are kept: the chart's part, pages
 	$(call generate,)
 
 # Each writes what it generates; with `--check` it fails where a file is out of date.

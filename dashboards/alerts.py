@@ -148,46 +148,36 @@ class Alert:
     minimum: int | None = None
 
     @property
+    def limits(self) -> dict[str, float]:
+        """Those of threshold and minimum that it has."""
+        limits = {"threshold": self.threshold, "minimum": self.minimum}
+        return {name: value for name, value in limits.items() if value is not None}
+
+    @property
     def default_expr(self) -> str:
-        """The expression with its default threshold and minimum."""
+        """The expression with its default limits."""
         expr = self.expr
-        for name, value in ((_THRESHOLD, self.threshold), (_MINIMUM, self.minimum)):
-            if value is not None:
-                expr = expr.replace(name, f"{value:g}")
+        for name, value in self.limits.items():
+            expr = expr.replace(f"${name}", f"{value:g}")
         return expr
 
     def as_dict(self) -> dict[str, Any]:
         """Return the form of a rule file."""
+        summary = self.summary.replace(_MODEL, _MODEL + _IN_NAMESPACE)
+        severity: str = self.severity
+        if '"rehearsed"' in self.expr:  # what is rehearsed pages nobody
+            severity = f"{{{{ if $labels.rehearsed }}}}info{{{{ else }}}}{severity}{{{{ end }}}}"
         return {
             "alert": self.name,
             "expr": self.default_expr,
             "for": self.hold,
-            "labels": {"severity": self._severity},
-            "annotations": {"summary": self._summary, "runbook": f"{RUNBOOKS}#{self.name.lower()}"},
+            "labels": {"severity": severity},
+            "annotations": {"summary": summary, "runbook": f"{RUNBOOKS}#{self.name.lower()}"},
         }
 
     def for_chart(self) -> dict[str, Any]:
-        """Return the form that the chart reads: thresholds that its values may change stand alone."""
-        limits = {"threshold": self.threshold, "minimum": self.minimum}
-        return {
-            "alert": self.name,
-            "expr": self.expr,
-            "for": self.hold,
-            "severity": self._severity,
-            **{name: value for name, value in limits.items() if value is not None},
-            "annotations": {"summary": self._summary},
-        }
-
-    @property
-    def _severity(self) -> str:
-        """The label: what is rehearsed pages nobody."""
-        if '"rehearsed"' not in self.expr:
-            return self.severity
-        return f"{{{{ if $labels.rehearsed }}}}info{{{{ else }}}}{self.severity}{{{{ end }}}}"
-
-    @property
-    def _summary(self) -> str:
-        return self.summary.replace(_MODEL, _MODEL + _IN_NAMESPACE)
+        """Return the form that the chart reads: limits that its values may change stand beside the expression."""
+        return self.as_dict() | {"expr": self.expr} | self.limits
 
 
 ALERTS = (

@@ -1,10 +1,9 @@
-"""Files made from the catalogue, the panels and the rules: those that Grafana and Prometheus read, and the chart's."""
+"""The files that Grafana and Prometheus read, and the chart's, which needs them before it is installed or packed."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from dashboards.panels import Page, dashboard_json
 from dashboards.rules import chart_rules, rule_file, vllm_rule_file
@@ -13,6 +12,7 @@ from dashboards.serving import DISAGGREGATION, LATENCY, OVERVIEW
 from dashboards.speculation import ACCEPTANCE
 
 PAGES: tuple[Page, ...] = (OVERVIEW, ACCEPTANCE, LOGPROB_SANITY, DISAGGREGATION, LATENCY)
+_CHART = Path("helm", "truespec", "dashboards")
 
 
 def dashboards() -> list[dict[str, Any]]:
@@ -22,33 +22,39 @@ def dashboards() -> list[dict[str, Any]]:
 
 def server_files() -> dict[str, str]:
     """Name -> text of what Grafana and Prometheus read."""
-    return _boards() | {"rules/truespec.yaml": _yaml(rule_file()), "rules/vllm-names.yaml": _yaml(vllm_rule_file())}
+    import yaml  # which `make chart` does without
 
-
-def chart_files() -> dict[str, str]:
-    """Name -> text of what the chart makes ConfigMaps and a PrometheusRule of."""
-    return _boards() | {"rules.yaml": _yaml(chart_rules())}
+    rules = {"truespec": rule_file(), "vllm-names": vllm_rule_file()}
+    written = {
+        name: yaml.safe_dump(file, sort_keys=False, allow_unicode=True, width=120) for name, file in rules.items()
+    }
+    return _boards() | {f"rules/{name}.yaml": text for name, text in written.items()}
 
 
 def write(folder: Path) -> list[str]:
     """Write what servers read below `folder`; returns the names."""
-    made = server_files()
-    for name, text in made.items():
+    return _write(folder, server_files())
+
+
+def write_for_chart(root: Path) -> None:
+    """Write what the chart of a checkout makes ConfigMaps and a PrometheusRule of; Python alone is enough."""
+    _write(root / _CHART, _boards() | {"rules/truespec.json": _json(chart_rules())})
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> list[str]:
+    for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
-    return list(made)
+    return list(files)
 
 
 def _boards() -> dict[str, str]:
-    return {f"{page.uid.removeprefix('truespec-')}.json": _board(dashboard_json(page)) for page in PAGES}
+    return {f"{page.uid.removeprefix('truespec-')}.json": _json(dashboard_json(page)) for page in PAGES}
 
 
-def _board(page: dict[str, Any]) -> str:
-    """JSON with a line for each panel, so that a change of one is a change of one line."""
-    panels = ",\n".join(json.dumps(panel, ensure_ascii=False) for panel in page["panels"])
-    head = json.dumps({name: value for name, value in page.items() if name != "panels"}, ensure_ascii=False)
-    return f'{head[:-1]}, "panels": [\n{panels}\n]}}\n'
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
-def _yaml(value: Any) -> str:
-    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=120)
+if __name__ == "__main__":
+    write_for_chart(Path(__file__).parents[1])

@@ -97,8 +97,7 @@ def runbooks_page() -> str:
 
 
 def _runbook(alert: Alert) -> list[str]:
-    limits = {"threshold": alert.threshold, "minimum": alert.minimum}
-    limited = "".join(f"; {name} {value:g}" for name, value in limits.items() if value is not None)
+    limited = "".join(f"; {name} {value:g}" for name, value in alert.limits.items())
     return [
         f"## {alert.name}",
         "",

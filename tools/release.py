@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 import yaml
 
+from dashboards.build import write_for_chart
 from speculative.errors import TruespecError
 from tools.site import relinked
 
@@ -102,6 +103,7 @@ def complete_chart(to: Path, registry: str, source: str, root: Path = ROOT) -> N
         source: the repository's URL.
         root: of the checkout.
     """
+    write_for_chart(root)
     shutil.rmtree(to, ignore_errors=True)
     shutil.copytree(root / "helm" / "truespec", to)
     shutil.copy(root / "LICENSE", to)

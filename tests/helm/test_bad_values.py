@@ -30,6 +30,10 @@ def monitor(**fields: Any) -> dict[str, Any]:
     return {"monitoring": {"podMonitor": {"enabled": True} | fields}}
 
 
+def alert(name: str, **fields: Any) -> dict[str, Any]:
+    return {"monitoring": {"prometheusRule": {"alerts": {name: fields}}}}
+
+
 BAD: dict[str, dict[str, Any]] = {
     # Names
     "has 48 characters and KubeRay allows 47; set fullnameOverride to a shorter one": {"fullnameOverride": "a" * 48},
@@ -38,9 +42,9 @@ BAD: dict[str, dict[str, Any]] = {
     "The label ray.io/cluster is the chart's or KubeRay's own": {"commonLabels": {"ray.io/cluster": "x"}},
     "commonLabels.team: Does not match pattern": {"commonLabels": {"team": "a b"}},
     # Alerts
-    "prometheusRule.alerts: Additional property TmeHigh is not allowed": {
-        "monitoring": {"prometheusRule": {"alerts": {"TmeHigh": {"enabled": False}}}}
-    },
+    "monitoring.prometheusRule.alerts.TmeHigh is not an alert; docs/runbooks": alert("TmeHigh", enabled=False),
+    "TruespecProxyDown has no threshold, so none can be set": alert("TruespecProxyDown", threshold=1),
+    "alerts.TruespecProxyDown.for: Does not match pattern": alert("TruespecProxyDown", **{"for": "5 minutes"}),
     "podMonitor.scrapeTimeout is 1m and interval 15s; the Prometheus operator refuses": monitor(scrapeTimeout="1m"),
     "config.access.open_metrics is false, so Prometheus needs a key; set apiKeys.smokeSecret": {
         **monitor(),

@@ -12,13 +12,15 @@ from typing import Any
 import yaml
 from click.testing import CliRunner
 
+from dashboards.build import write_for_chart
 from deploy.cli.main import main
 from tests.support.crds import LOADER
-from tools.chart import CHART, EXAMPLES, run_helm
+from tools.chart import CHART, EXAMPLES, ROOT, run_helm
 
 Object = dict[str, Any]
 EXAMPLE_NAMES = sorted(path.name.removesuffix("-values.yaml") for path in EXAMPLES.glob("*-values.yaml"))
 MONITORING = ("monitoring.coreos.com/v1/PodMonitor", "monitoring.coreos.com/v1/PrometheusRule")
+write_for_chart(ROOT)  # `make chart`; no test begins before all files are imported
 MINIMAL = {"config": {"model": {"source": "/models/tiny"}}, "image": {"repository": "registry.example.com/truespec"}}
 
 

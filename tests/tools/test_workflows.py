@@ -115,7 +115,7 @@ def test_the_chart_is_packaged_with_the_images_that_are_published(runner: Runner
         }
         names = set(archive.getnames())
     chart = inside["Chart.yaml"]
-    assert {"truespec/LICENSE", "truespec/values.schema.json", "truespec/dashboards/rules.yaml"} <= names
+    assert {"truespec/LICENSE", "truespec/values.schema.json", "truespec/dashboards/rules/truespec.json"} <= names
     assert inside["values.yaml"]["image"]["repository"] == "ghcr.io/some-body/truespec"
     rule = inside["values.yaml"]["monitoring"]["prometheusRule"]
     assert rule["runbookUrl"] == "https://github.test/Some-Body/truespec/blob/v9.8.7/docs/runbooks.md"

@@ -19,6 +19,27 @@ application's own settings are the application's: the Job of config-check.yaml a
 {{- end -}}
 {{- end -}}
 
+{{- define "truespec.guardAlerts" -}}
+{{- $rules := .Files.Get "dashboards/rules/truespec.json" -}}
+{{- if not $rules -}}
+{{- fail "This chart has neither dashboards nor alerts yet, as in a fresh checkout; run `make chart` there." -}}
+{{- end -}}
+{{- $limits := dict -}}
+{{- range (last ($rules | fromJson).groups).rules -}}
+{{- $_ := set $limits .alert (pick . "threshold" "minimum") -}}
+{{- end -}}
+{{- range $name, $set := .Values.monitoring.prometheusRule.alerts -}}
+{{- if not (hasKey $limits $name) -}}
+{{- fail (printf "monitoring.prometheusRule.alerts.%s is not an alert; docs/runbooks.md has their names." $name) -}}
+{{- end -}}
+{{- range $limit := list "threshold" "minimum" -}}
+{{- if and (hasKey $set $limit) (not (hasKey (get $limits $name) $limit)) -}}
+{{- fail (printf "monitoring.prometheusRule.alerts.%s has no %s, so none can be set; docs/runbooks.md says which limits an alert has." $name $limit) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "truespec.guardImage" -}}
 {{- with .Values.image -}}
 {{- if and (not (contains "/" .repository)) (ne .pullPolicy "Never") -}}
