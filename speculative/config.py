@@ -6,14 +6,13 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from speculative.errors import ConfigError
 from speculative.lookup.registry import read_options, registered
 from speculative.lookup.suffix import SuffixOptions
-from speculative.options import OptionError, Options, OptionValue, SomeOptions, option, options_of
+from speculative.options import OptionError, Options, SomeOptions, option
 from speculative.state.draft_tree import rows_of_levels
 
 _log = logging.getLogger("truespec.config")
@@ -24,8 +23,10 @@ VerifierName = Literal["token_wise", "coupled"]
 WeightsName = Literal["auto", "float32", "bfloat16", "w4a8", "fp8"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
-
 KINDS_WITH_WEIGHTS = ("draft_model", "eagle3", "mtp")
+MAX_DRAFTS = 64
+"""The most that a round drafts for a sequence, those of all levels of a tree."""
+_OF_WEIGHTS = "belongs to the kinds draft_model, eagle3 and mtp"
 
 
 def drafter_kinds() -> tuple[str, ...]:
@@ -33,76 +34,69 @@ def drafter_kinds() -> tuple[str, ...]:
     return ("none", *registered(), *KINDS_WITH_WEIGHTS)
 
 
-@dataclass(frozen=True, slots=True, init=False)
-class DrafterConfig:
+@dataclass(frozen=True)
+class DrafterSettings(Options):
+    """What drafts, as a configuration file has it, beside the options of drafters without weights.
+
+    The section of the file derives from it, with what this room cannot say of `model` and `tree`.
+    """
+
+    kind: str = option("ngram", "Kind of drafter; `none` turns speculation off, `mtp` needs vLLM.")
+    model: str | None = None
+    sampled: bool = option(
+        True, "Drafters with weights: draw the draft from its distribution; false takes the likeliest token."
+    )
+    num_draft_tokens: int = option(
+        4, "Draft tokens a round; the most when `length` is `dynamic`.", least=1, most=MAX_DRAFTS
+    )
+    length: Literal["static", "dynamic"] = option("static", "`dynamic` drafts as many tokens as pay, 0 included.")
+    tree: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class DrafterConfig(DrafterSettings):
     """The drafter of an engine, and how it drafts.
 
-    `none` drafts nothing. Drafters without weights, such as `ngram`, are those of `speculative.lookup`, where their
-    options are declared. `draft_model` is a smaller model of the same vocabulary, `eagle3` a head over the hidden
-    states of three of the target's layers, `mtp` a module in the target's checkpoint, which only vLLM runs.
+    Drafters without weights, such as `ngram`, are those of `speculative.lookup`, where their options are declared.
+    `draft_model` is a smaller model of the same vocabulary, `eagle3` a head over the hidden states of three of the
+    target's layers, `mtp` a module in the target's checkpoint, which only vLLM runs.
 
-    model: of a drafter that has weights: a folder, a catalogue name, or a hub id.
-    sampled: False = such a drafter always drafts its likeliest token.
-    length: dynamic = at most num_draft_tokens, as many as pay.
-    tree: candidates drafted for each position, as many as it has elements; one for the positions behind. Empty = one
-        each.
-    options: of every drafter that has some, whichever drafts; each is set by its name.
+    options: of every drafter that has some, whichever drafts.
 
     Raises:
         ConfigError: a value is wrong, or two contradict each other; the message names the field.
     """
 
-    kind: str
-    model: str | None
-    sampled: bool
-    num_draft_tokens: int
-    length: Literal["static", "dynamic"]
-    tree: tuple[int, ...]
-    options: tuple[Options, ...]
+    options: tuple[Options, ...] = field(default_factory=read_options)
 
-    def __init__(
-        self,
-        kind: str = "ngram",
-        model: str | None = None,
-        *,
-        sampled: bool = True,
-        num_draft_tokens: int = 4,
-        length: Literal["static", "dynamic"] = "static",
-        tree: tuple[int, ...] = (),
-        options: tuple[Options, ...] = (),
-        **changed: OptionValue,
-    ) -> None:
-        kinds = drafter_kinds()
-        _check(kind in kinds, "drafter.kind", f"must be one of {', '.join(kinds)}, got {kind!r}")
-        _check(0 < num_draft_tokens <= 64, "drafter.num_draft_tokens", "must be between 1 and 64")
-        _check(
-            (model is not None) == (kind in KINDS_WITH_WEIGHTS),
-            "drafter.model",
-            "belongs to the kinds draft_model, eagle3 and mtp, which need it",
-        )
-        _check(
-            not tree or kind in KINDS_WITH_WEIGHTS, "drafter.tree", "belongs to the kinds draft_model, eagle3 and mtp"
-        )
-        _check(all(width >= 1 for width in tree), "drafter.tree", "must hold numbers of candidates, at least 1 each")
-        _check(
-            len(tree) <= num_draft_tokens,
-            "drafter.tree",
-            f"must have at most num_draft_tokens ({num_draft_tokens}) levels",
-        )
-        try:
-            own = {name: getattr(some, name) for some in options for name in options_of(type(some))}
-            read = read_options(own | changed)
-            repeats = next(own for own in read if isinstance(own, SuffixOptions)).suffix_first
-            if repeats and not (kind in KINDS_WITH_WEIGHTS and length == "dynamic"):
-                rule = "belongs to the kinds draft_model, eagle3 and mtp, of dynamic length; set it to 0 for others."
-                raise OptionError("suffix_first", rule)
-        except OptionError as error:
-            raise ConfigError(f"drafter.{error}") from error
-        values = (kind, model, sampled, num_draft_tokens, length, tuple(tree), read)
-        for name, value in zip(self.__dataclass_fields__, values, strict=True):
-            object.__setattr__(self, name, value)
-        rows = self.rows_of_drafts[num_draft_tokens]
-        _check(rows <= 64, "drafter.tree", f"must have at most 64 drafts a round, those of all levels; it has {rows}")
+    @classmethod
+    def of(cls, **named: Any) -> "DrafterConfig":
+        """Make one of settings and of options by their names, as they stand side by side in a configuration file."""
+        settings = {own.name: named.pop(own.name) for own in fields(DrafterSettings) if own.name in named}
+        return cls(**settings, options=read_options(**named))
+
+    def check(self) -> None:
+        """Kind, weights and tree go together."""
+        kinds, has_weights = drafter_kinds(), self.kind in KINDS_WITH_WEIGHTS
+        if self.kind not in kinds:
+            raise OptionError("drafter.kind", f"must be one of {', '.join(kinds)}, got {self.kind!r}.")
+        if has_weights and not self.model:
+            needs = "needs a folder, a catalogue name, or a hub id"
+            raise OptionError("drafter.model", f"is missing: kind {self.kind} {needs}.")
+        if self.model is not None and not has_weights:
+            raise OptionError("drafter.model", f"{_OF_WEIGHTS}; remove it or change kind.")
+        if self.tree and not has_weights:
+            raise OptionError("drafter.tree", f"{_OF_WEIGHTS}.")
+        if any(width < 1 for width in self.tree):
+            raise OptionError("drafter.tree", "must hold numbers of candidates, at least 1 each.")
+        if len(self.tree) > self.num_draft_tokens:
+            rule = f"must have at most num_draft_tokens ({self.num_draft_tokens}) levels."
+            raise OptionError("drafter.tree", rule)
+        if (rows := self.rows_of_drafts[-1]) > MAX_DRAFTS:
+            rule = f"must have at most {MAX_DRAFTS} drafts a round, those of all levels; it has {rows}."
+            raise OptionError("drafter.tree", rule)
+        if self.max_repeated and not (has_weights and self.length == "dynamic"):
+            raise OptionError("drafter.suffix_first", f"{_OF_WEIGHTS}, of dynamic length; set it to 0 for others.")
 
     def options_of(self, options: type[SomeOptions]) -> SomeOptions:
         """One drafter's options, by their class."""
@@ -134,13 +128,9 @@ class DrafterConfig:
         return self.options_of(SuffixOptions).suffix_first
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EngineSettings(Options):
-    """Sizes and choices of an engine, as a configuration file has them.
-
-    Raises:
-        ConfigError: a value is wrong, or two contradict each other; the message names the field.
-    """
+    """Sizes and choices of an engine, as a configuration file has them: its section derives from this class."""
 
     dtype: Literal["bfloat16", "float32"] = option(
         "bfloat16", "Type of the KV cache, and of weights and activations where `quantization` does not say otherwise."
@@ -192,9 +182,13 @@ class EngineSettings(Options):
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EngineConfig(EngineSettings):
-    """One engine's settings, with its drafter's and with what follows from where it runs."""
+    """One engine's settings, with its drafter's and with what follows from where it runs.
+
+    Raises:
+        ConfigError: a value is wrong, or two contradict each other; the message names the field.
+    """
 
     num_threads: int = option(1, "CPU threads: the replica's share of the cores, never the machine's.", least=1)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
@@ -264,8 +258,3 @@ def why_no_triton() -> str:
 
 def _cache_folder() -> Path:
     return Path(os.environ.get("TRUESPEC_CACHE") or Path.home() / ".cache" / "truespec")
-
-
-def _check(holds: bool, name: str, rule: str) -> None:
-    if not holds:
-        raise ConfigError(f"{name} {rule}.")

@@ -6,11 +6,11 @@ fix. The engine's own settings, `speculative.config.EngineConfig`, are made from
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, create_model, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from serve_app.backends.vllm_parts.checkpoint import why_not_ours
 from serve_app.backends.vllm_parts.replay_room import needs_of, vllms_share
@@ -36,15 +36,16 @@ from serve_app.config.base import (
 from serve_app.config.scaling import AutoscalingSection
 from speculative.config import (
     CPU_CACHE_TOKENS,
-    KINDS_WITH_WEIGHTS,
+    MAX_DRAFTS,
     DrafterConfig,
+    DrafterSettings,
     EngineConfig,
     EngineSettings,
     drafter_kinds,
 )
 from speculative.errors import ConfigError
-from speculative.lookup.registry import read_options, registered
-from speculative.options import OptionError, Options, options_of
+from speculative.lookup.registry import registered
+from speculative.options import Option, OptionError, option, options_of
 from speculative.request import Request
 
 
@@ -88,35 +89,16 @@ class ModelSection(Section):
         return self.name or source.rstrip("/").rsplit("/", 1)[-1]
 
 
-def _fields_of(options: type[Options]) -> dict[str, Any]:
-    """The fields of a section for what the engine, or a drafter, declares."""
-    return {
-        name: (
-            own.type,
-            Field(
-                own.default,
-                description=own.meaning,
-                ge=own.least,
-                le=own.most,
-                gt=own.above,
-                allow_inf_nan=None if own.above is None else False,
-                pattern=own.pattern,
-            ),
-        )
-        for name, own in options_of(options).items()
-    }
+@dataclass(frozen=True)
+class _WhichEngine:
+    kind: Literal["torch", "vllm"] = option(
+        "torch",
+        "`torch`: truespec's own engine; `vllm`: vLLM, if it is installed, for what that does not support "
+        "(docs/vllm.md).",
+    )
 
 
-class _EngineKind(Section):
-    kind: Literal["torch", "vllm"] = "torch"
-    """`torch`: truespec's own engine; `vllm`: vLLM, if it is installed, for what that does not support
-    (docs/vllm.md)."""
-
-
-_EngineFields: Any = create_model("_EngineFields", __base__=_EngineKind, **_fields_of(EngineSettings))
-
-
-class EngineSection(_EngineFields):  # type: ignore[misc]
+class EngineSection(Section, EngineSettings, _WhichEngine):  # type: ignore[misc]  # a section is frozen as well
     """Sizes and choices of each replica's engine."""
 
 
@@ -147,50 +129,32 @@ class VllmSection(Section):
         return self.tool_parser is not None or self.reasoning_parser is not None
 
 
-class _DrafterFields(Section):
-    kind: str = "ngram"
-    """Kind of drafter; `none` turns speculation off, `mtp` needs vLLM."""
-    model: Source | None = None
-    """Weights of the drafter (`draft_model`, `eagle3`, `mtp`): a folder, a catalogue name, or a hub id."""
-    sampled: bool = True
-    """Drafters with weights: draw the draft from its distribution; false takes the likeliest token."""
-    num_draft_tokens: Annotated[int, Field(ge=1, le=64)] = 4
-    """Draft tokens a round; the most when `length` is `dynamic`."""
+def _of_registered() -> dict[str, Option]:
+    """The kinds and the options of drafters without weights, which come in by one file each: no class can name them."""
+    options = {name: own for each in registered().values() for name, own in options_of(each.options).items()}
+    return {"kind": replace(options_of(DrafterSettings)["kind"], type=Literal[drafter_kinds()])} | options
 
 
-def _own_fields() -> dict[str, Any]:
-    """The fields of a drafter section that the drafters declare: their kinds, and the options of each."""
-    fields: dict[str, Any] = {}
-    for drafter in registered().values():
-        fields |= _fields_of(drafter.options)
-    kind = _DrafterFields.model_fields["kind"]
-    return fields | {"kind": (Literal[drafter_kinds()], Field(kind.default, description=kind.description))}
-
-
-_OwnFields: Any = create_model("_OwnFields", __base__=_DrafterFields, **_own_fields())
-
-
-class DrafterSection(_OwnFields):  # type: ignore[misc]
+class DrafterSection(Section, DrafterSettings, options=_of_registered()):  # type: ignore[misc]  # see above
     """The drafter, and how many tokens it drafts a round."""
 
-    length: Literal["static", "dynamic"] = "static"
-    """`dynamic` drafts as many tokens as pay, 0 included."""
-    tree: list[Annotated[int, Field(ge=1, le=64)]] = []
+    model: Source | None = None
+    """Weights of the drafter (`draft_model`, `eagle3`, `mtp`): a folder, a catalogue name, or a hub id."""
+    tree: Annotated[tuple[Annotated[int, Field(ge=1, le=MAX_DRAFTS)], ...], Field(strict=False)] = ()
     """Candidates drafted for each position of a round, such as [3, 2]; one for the positions behind. Drafters with
     weights, verifier coupled, on a CPU."""
 
     @model_validator(mode="after")
-    def _ranges_are_not_empty(self) -> Self:
+    def _is_one_to_the_engine(self) -> Self:
         try:
-            read_options(self.model_dump(exclude={*_DrafterFields.model_fields, "length", "tree"}))
+            self.config()
         except OptionError as error:
-            raise FieldError(error.name, error.rule) from error
-        has_weights = self.kind in KINDS_WITH_WEIGHTS
-        if has_weights and self.model is None:
-            raise FieldError("model", f"is missing: kind {self.kind} needs a folder, a catalogue name, or a hub id.")
-        if self.model is not None and not has_weights:
-            raise FieldError("model", "belongs to the kinds draft_model, eagle3 and mtp; remove it or change kind.")
+            raise FieldError(error.name.removeprefix("drafter."), error.rule) from error
         return self
+
+    def config(self) -> DrafterConfig:
+        """The same for the engine."""
+        return DrafterConfig.of(**self.model_dump())
 
 
 class PoolSection(Section):
@@ -667,8 +631,7 @@ class AppConfig(Section):
     def engine_config(self, pool: PoolName) -> EngineConfig:
         """The engine's settings on a replica of `pool`; its threads are the replica's share of the cores."""
         sizes = self.engine.model_dump(exclude={"kind"})
-        drafter = DrafterConfig(**self.drafter.model_dump())
-        return EngineConfig(**sizes, drafter=drafter, num_threads=self.pool(pool).num_threads)
+        return EngineConfig(**sizes, drafter=self.drafter.config(), num_threads=self.pool(pool).num_threads)
 
     def replay_config(self, pool: PoolName) -> EngineConfig:
         """The torch engine's settings where it replays beside vLLM: the same weights, unpacked. On a GPU of its own the

@@ -1,10 +1,14 @@
 """Shared by all sections of the configuration."""
 
 import difflib
+import types
 from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from speculative.options import Option, options_of
 
 PoolName = Literal["prefill", "decode", "monolith"]
 AtLeastOne = Annotated[int, Field(ge=1)]
@@ -96,6 +100,28 @@ class Section(BaseModel):
     """A part of the file: frozen, no unknown fields, no type coercion (neither `yes` nor "4" is a number)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+    def __init_subclass__(cls, options: Mapping[str, Option] = types.MappingProxyType({}), **others: Any) -> None:
+        """Read ranges and texts of what a base declares for the engine: pydantic finds only names, types and defaults.
+
+        Args:
+            options: further fields, where no class can name them.
+            others: pydantic's.
+        """
+        super().__init_subclass__(**others)
+        declared = [options_of(base) for base in cls.__bases__ if is_dataclass(base)]
+        for name, own in {name: own for some in (*declared, options) for name, own in some.items()}.items():
+            cls.__annotations__[name] = own.type
+            field = Field(
+                own.default,
+                description=own.meaning,
+                ge=own.least,
+                le=own.most,
+                gt=own.above,
+                allow_inf_nan=None if own.above is None else False,
+                pattern=own.pattern,
+            )
+            setattr(cls, name, field)
 
     @model_validator(mode="before")
     @classmethod

@@ -7,7 +7,7 @@ reference. All drafters' options are one namespace, so their names begin with th
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -71,15 +71,20 @@ def registered() -> dict[str, Registered]:
     return dict(sorted(_REGISTERED.items()))
 
 
-def read_options(values: Mapping[str, OptionValue]) -> tuple[Options, ...]:
-    """The options of all drafters; those that `values` does not name have their defaults.
+def read_options(**values: OptionValue) -> tuple[Options, ...]:
+    """The options of all drafters; those that are not named have their defaults.
 
     Raises:
         OptionError: a name is no drafter's, or a value is wrong.
     """
-    left, found = dict(values), []
-    for kind in registered().values():
-        found.append(kind.options(**{name: left.pop(name) for name in options_of(kind.options) if name in left}))
-    for name in left:
-        raise OptionError(name, "is not an option of any drafter.")
+    found = []
+    try:
+        for kind in registered().values():
+            found.append(
+                kind.options(**{name: values.pop(name) for name in options_of(kind.options) if name in values})
+            )
+        for name in values:
+            raise OptionError(name, "is not an option of any drafter.")
+    except OptionError as error:
+        raise OptionError(f"drafter.{error.name}", error.rule) from error
     return tuple(found)

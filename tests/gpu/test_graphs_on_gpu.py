@@ -21,7 +21,7 @@ from tests.support.graph_scenes import PROMPTS, answers
 
 pytestmark = pytest.mark.gpu
 NEAR_TIE = 0.125  # nats: of logits below 16, two units in the last place of bfloat16
-NGRAM = DrafterConfig(kind="ngram", num_draft_tokens=3, ngram_min=1)
+NGRAM = DrafterConfig.of(kind="ngram", num_draft_tokens=3, ngram_min=1)
 
 
 def gpu_engine(folder: Path, **changes: Any) -> EngineCore:

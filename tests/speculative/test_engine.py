@@ -74,7 +74,7 @@ def assert_alike(engine: EngineCore, first: dict[str, Answer], second: dict[str,
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 4, 7])
 def test_greedy_text_is_the_plain_one(tiny_folder: Path, num_draft_tokens: int) -> None:
-    drafter = DrafterConfig(num_draft_tokens=num_draft_tokens, ngram_min=1)
+    drafter = DrafterConfig.of(num_draft_tokens=num_draft_tokens, ngram_min=1)
     speculating = tiny_engine(tiny_folder, drafter=drafter)
     plain = tiny_engine(tiny_folder, drafter=NO_DRAFTS)
     answers = answer_all(speculating, requests())

@@ -32,7 +32,7 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: Any, message: str) -
 
 
 def test_a_step_that_is_too_small_for_passages_is_refused_by_what_made_it_so() -> None:
-    drafter = DrafterConfig("eagle3", "m", length="dynamic", suffix_first=40)
+    drafter = DrafterConfig.of(kind="eagle3", model="m", length="dynamic", suffix_first=40)
     with pytest.raises(ConfigError, match=re.escape("max_num_seqs x (1 + suffix_first) = 656, so")):
         EngineConfig(drafter=drafter)
 

@@ -27,7 +27,7 @@ from tests.support.tiny_models import write_tiny_model
 
 VOCABULARY = 48
 NEAR_TIE = 1e-4
-DRAFTER = DrafterConfig(kind="ngram", num_draft_tokens=4, ngram_max=3, ngram_min=1)
+DRAFTER = DrafterConfig.of(kind="ngram", num_draft_tokens=4, ngram_max=3, ngram_min=1)
 
 
 @pytest.fixture(scope="module")

@@ -87,7 +87,7 @@ def make_engine(folders: dict[str, Path], drafter: DrafterConfig, **changes: Any
 
 
 def drafting(folders: dict[str, Path], kind: str, tree: tuple[int, ...] = (3, 2), most: int = 4, **changes: Any) -> Any:
-    return DrafterConfig(kind=kind, model=str(folders[kind]), num_draft_tokens=most, tree=tree, **changes)
+    return DrafterConfig.of(kind=kind, model=str(folders[kind]), num_draft_tokens=most, tree=tree, **changes)
 
 
 def requests() -> list[Request]:

@@ -12,7 +12,7 @@ from speculative.scheduling.step_cost import Work
 from speculative.warm_up import warm_up
 from tests.support.engines import assert_idle, settings
 
-DYNAMIC = DrafterConfig(kind="ngram", num_draft_tokens=3, ngram_min=1, length="dynamic")
+DYNAMIC = DrafterConfig.of(kind="ngram", num_draft_tokens=3, ngram_min=1, length="dynamic")
 
 
 def count_steps(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -53,5 +53,5 @@ if __name__ == "__main__":
     )
     driver.set_active(own_driver)
     for given in json.loads(given_drafters):
-        launch_all(Path(given_folder), DrafterConfig(**given))
+        launch_all(Path(given_folder), DrafterConfig.of(**given))
     sys.stdout.write(json.dumps(launches) + "\n")

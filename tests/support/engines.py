@@ -24,7 +24,7 @@ from speculative.state.token_constraint import ConstraintMaker
 from tests.support.torch_operators import captured_on_a_cpu
 
 NO_DRAFTS = DrafterConfig(kind="none")
-NGRAM = DrafterConfig(kind="ngram", num_draft_tokens=4, ngram_max=4, ngram_min=1)
+NGRAM = DrafterConfig.of(kind="ngram", num_draft_tokens=4, ngram_max=4, ngram_min=1)
 
 
 def settings(**changes: Any) -> EngineConfig:

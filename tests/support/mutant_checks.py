@@ -39,7 +39,7 @@ class World:
 
     def engine(self, proposer: Drafter | None = None, *, faulty: bool = True, **config: object) -> EngineCore:
         settings = {"dtype": "float32", "device": "cpu", "kv_cache_tokens": 4096, "prefix_caching": False}
-        settings["drafter"] = DrafterConfig(kind="ngram", num_draft_tokens=4, ngram_min=1)  # type: ignore[assignment]
+        settings["drafter"] = DrafterConfig.of(kind="ngram", num_draft_tokens=4, ngram_min=1)  # type: ignore[assignment]
         engine = EngineCore.load(self.folder, EngineConfig(**{**settings, **config}))  # type: ignore[arg-type]
         engine.eager.drafter = proposer or engine.drafter
         if faulty:

@@ -44,7 +44,7 @@ async def vllm(
 def drafter_for(target: Path, kind: str) -> DrafterConfig:
     """N-grams; the target as its own draft model, which is right if it sees the prompt; or an untrained head."""
     if kind == "ngram":
-        return DrafterConfig(ngram_min=1, num_draft_tokens=3)
+        return DrafterConfig.of(ngram_min=1, num_draft_tokens=3)
     if kind == "draft_model":
         return DrafterConfig(kind="draft_model", model=str(target), num_draft_tokens=3)
     return DrafterConfig(kind="eagle3", model=str(write_head(target, target.parent / "head")), num_draft_tokens=3)

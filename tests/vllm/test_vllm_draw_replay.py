@@ -21,7 +21,7 @@ from tests.support.vllm_engines import vllm
 from tests.support.vllm_installed import NEEDS_VLLM
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.asyncio(loop_scope="module")]
-NGRAM = DrafterConfig(ngram_min=1, num_draft_tokens=3)
+NGRAM = DrafterConfig.of(ngram_min=1, num_draft_tokens=3)
 CONFIG = replace(IN_CHUNKS, max_num_seqs=8, kv_cache_tokens=1024, drafter=NGRAM)  # six requests are too many for it
 ROUNDING = 1e-3  # nats
 PLAIN = SamplingParams(max_tokens=100, temperature=1.0, ignore_eos=True)

@@ -20,7 +20,7 @@ from tests.support.vllm_engines import vllm
 from tests.support.vllm_installed import NEEDS_VLLM
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.asyncio(loop_scope="module")]
-NGRAM = DrafterConfig(ngram_min=1, num_draft_tokens=3)
+NGRAM = DrafterConfig.of(ngram_min=1, num_draft_tokens=3)
 CONFIG = dataclasses.replace(IN_CHUNKS, max_num_seqs=8, max_batched_tokens=512, drafter=NGRAM)
 PROMPTS = [tuple(range(start, start + 40)) * 4 for start in range(3, 400, 25)]
 HOT = SamplingParams(max_tokens=120, temperature=0.5, ignore_eos=True)

@@ -123,7 +123,7 @@ def _ours(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
         return drafter
     engine = _engine_settings(plan, drafter, options)
     options.require_all_used()
-    EngineConfig(**engine, drafter=DrafterConfig(**drafter))  # refuses what it does not know
+    EngineConfig(**engine, drafter=DrafterConfig.of(**drafter))  # refuses what it does not know
     settings = {"model": str(plan.model), "engines": {name.text: {"engine": engine, "drafter": drafter}}}
     return Launch(name, f"{_WORKERS}.ours", settings, engine["num_threads"])
 
@@ -132,7 +132,7 @@ def _engine_settings(plan: BenchPlan, drafter: Mapping[str, Any], options: "_Opt
     """Return them for `EngineConfig`: every stream fits, and nothing is remembered from one round to the next,
     unless that is what is measured."""
     most = max(plan.streams)
-    drafts = DrafterConfig(**drafter).max_rows
+    drafts = DrafterConfig.of(**drafter).max_rows
     blocks = -(-(plan.max_model_len + drafts) // 16)
     return {
         "dtype": plan.dtype,

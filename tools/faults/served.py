@@ -158,7 +158,7 @@ def unguard(engine: EngineCore) -> None:
     engine.sampler.ops = ops
 
 
-NGRAM = DrafterConfig(kind="ngram", num_draft_tokens=3, ngram_max=3, ngram_min=1)
+NGRAM = DrafterConfig.of(kind="ngram", num_draft_tokens=3, ngram_max=3, ngram_min=1)
 TINY = EngineConfig(
     dtype="float32",
     device="cpu",

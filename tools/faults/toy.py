@@ -233,7 +233,7 @@ def write_checkpoint(decoder: Decoder, folder: Path) -> None:
 
 def _engine(weights: Weights, settings: dict[str, Any], num_drafts: int = NUM_DRAFTS) -> EngineCore:
     model = weights.decoder.config
-    drafter = DrafterConfig(kind="ngram", num_draft_tokens=num_drafts, ngram_max=3, ngram_min=1)
+    drafter = DrafterConfig.of(kind="ngram", num_draft_tokens=num_drafts, ngram_max=3, ngram_min=1)
     fixed = {"dtype": "float32", "device": "cpu", "drafter": drafter}
     return EngineCore(
         weights.decoder,

@@ -33,7 +33,7 @@ from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import write_tiny_model
 
 CONFIG = EngineConfig(
-    dtype="float32", device="cpu", kv_cache_tokens=2048, drafter=DrafterConfig(ngram_min=1), max_num_seqs=4
+    dtype="float32", device="cpu", kv_cache_tokens=2048, drafter=DrafterConfig.of(ngram_min=1), max_num_seqs=4
 )
 
 

@@ -75,7 +75,7 @@ def test_every_engine_setting_reaches_the_engine(drafter: dict[str, Any]) -> Non
             "pools": {"prefill": {"num_cpus": 3.5}, "decode": {"num_cpus": 0.5}},
         }
     )  # fmt: skip
-    expected = EngineConfig(**engine, num_threads=3, drafter=DrafterConfig(**drafter))
+    expected = EngineConfig(**engine, num_threads=3, drafter=DrafterConfig.of(**drafter))
     assert config.engine_config("prefill") == expected
     assert config.engine_config("decode").num_threads == 1, "not 0"
     assert config.model.served_name == "tiny"

@@ -326,7 +326,9 @@ async def rehearsed(folder: Path, request: pytest.FixtureRequest) -> AsyncGenera
     drafter = NGRAM
     if request.param == "draft model":  # drafts where it pays, and now and then more than the model's at once
         model = str(write_tiny_model(folder / "other", vocab_size=64, seed=9))
-        drafter = DrafterConfig("draft_model", model, num_draft_tokens=3, length="dynamic", suffix_first=8)
+        drafter = DrafterConfig.of(
+            kind="draft_model", model=model, num_draft_tokens=3, length="dynamic", suffix_first=8
+        )
     made = Rehearsed(folder, drafter)
     await made.backend.start()
     work = asyncio.create_task(made.checker.run())

@@ -42,7 +42,7 @@ class ForcedLength(DraftLength):
 class Service:
     def __init__(self, folder: Path, **changes: Any) -> None:
         self.length = ForcedLength()
-        drafter = DrafterConfig(kind="ngram", num_draft_tokens=4, ngram_min=1, length="dynamic")
+        drafter = DrafterConfig.of(kind="ngram", num_draft_tokens=4, ngram_min=1, length="dynamic")
         self._folder, self._config = folder, settings(**({"drafter": drafter} | changes))
         self.backend = TorchBackend(str(folder), "tiny", self._config, self._make_engine)
 

@@ -463,7 +463,7 @@ DEAD_ENDS: list[dict[str, Any]] = [  # with texts for ids; the first two fields 
 ]
 
 
-@pytest.mark.parametrize("drafter", [NGRAM, DrafterConfig(kind="suffix", suffix_min_match=1), NO_DRAFTS])
+@pytest.mark.parametrize("drafter", [NGRAM, DrafterConfig.of(kind="suffix", suffix_min_match=1), NO_DRAFTS])
 @pytest.mark.parametrize("temperature", [0, 1])
 async def test_constraints_that_leave_no_token_are_the_clients_mistake(
     tiny_folder: Path, drafter: DrafterConfig, temperature: float

@@ -37,7 +37,7 @@ def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_engine(target: Path, head: Path, **changes: object) -> EngineCore:
-    drafter = DrafterConfig(kind="eagle3", model=str(head), num_draft_tokens=NUM_DRAFTS, **changes)  # type: ignore[arg-type]
+    drafter = DrafterConfig.of(kind="eagle3", model=str(head), num_draft_tokens=NUM_DRAFTS, **changes)
     return tiny_engine(target, drafter=drafter, dtype="bfloat16", quantization="bfloat16")
 
 

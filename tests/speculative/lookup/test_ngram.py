@@ -60,7 +60,7 @@ def test_tokens_may_come_in_runs(runs: list[list[int]]) -> None:
 
 
 def test_a_batch_is_drafted_entry_by_entry_within_what_fits() -> None:
-    drafter = make_weightless(DrafterConfig(ngram_max=4, ngram_min=2))
+    drafter = make_weightless(DrafterConfig.of(ngram_max=4, ngram_min=2))
     looping, other = sequence("a", [1, 2, 3] * 3), sequence("b", [7, 8, 9])
     entries = (
         Entry(looping, num_known=1, max_drafts=2, samples=True),

@@ -98,8 +98,8 @@ def test_one_file_is_enough_from_the_configuration_file_to_accepted_drafts(tmp_p
 
 
 def test_options_stay_where_something_else_is_replaced() -> None:
-    config = DrafterConfig(kind="suffix", suffix_depth=9)
-    assert replace(config, sampled=False) == DrafterConfig(kind="suffix", suffix_depth=9, sampled=False)
+    config = DrafterConfig.of(kind="suffix", suffix_depth=9)
+    assert replace(config, sampled=False) == DrafterConfig.of(kind="suffix", suffix_depth=9, sampled=False)
 
 
 def test_names_are_taken_once() -> None:
@@ -131,4 +131,4 @@ def test_names_are_taken_once() -> None:
 )
 def test_wrong_options_are_reported_by_name(options: dict[str, float], fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
-        DrafterConfig(**options)  # type: ignore[arg-type]
+        DrafterConfig.of(**options)

@@ -27,7 +27,7 @@ SMALL = {"kind": "suffix", "num_draft_tokens": 5, "suffix_depth": 4, "suffix_min
 
 
 def config(**changes: Any) -> DrafterConfig:
-    return DrafterConfig(**{**SMALL, **changes})  # type: ignore[arg-type]
+    return DrafterConfig.of(**{**SMALL, **changes})
 
 
 def made(setting: DrafterConfig) -> SuffixDrafter:
@@ -200,7 +200,7 @@ def test_text_drawn_with_the_same_seed_is_not_looked_at() -> None:
 
 def test_the_distribution_is_kept_with_the_outputs_of_others() -> None:
     table = torch.randn(16, 16, generator=torch.Generator().manual_seed(1))
-    drafter = DrafterConfig(kind="suffix", num_draft_tokens=3, suffix_min_match=1, suffix_max_tokens=10**6)
+    drafter = DrafterConfig.of(kind="suffix", num_draft_tokens=3, suffix_min_match=1, suffix_max_tokens=10**6)
     engine = engine_over(table, LookupDrafter(lambda: made(drafter)), num_drafts=4)
     samples = sample(engine, (3,), 12_000, 7)
     assert worst_window(samples, table.double().softmax(-1).numpy(), 3) < 5

@@ -9,6 +9,7 @@ import pytest
 from speculative.config import DrafterConfig
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError
+from speculative.lookup.registry import read_options
 from speculative.request import Request, SamplingParams, Structure
 from speculative.scheduling.draft_length import DynamicLength, make_draft_length
 from speculative.scheduling.passages import Passages, _Record
@@ -150,12 +151,13 @@ def test_what_a_model_came_to_is_not_counted_with_what_is_repeated() -> None:
 )
 def test_it_belongs_to_models_of_dynamic_length(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"drafter.suffix_first belongs to .* dynamic length; set it to 0"):
-        DrafterConfig(**changes, suffix_first=4)
+        DrafterConfig.of(**changes, suffix_first=4)
 
 
 def test_the_longest_draft_is_the_longer_of_both() -> None:
-    config = DrafterConfig(kind="eagle3", model="m", num_draft_tokens=3, length="dynamic", suffix_first=10)
-    assert (config.max_drafts, dataclasses.replace(config, options=(), suffix_first=2).max_drafts) == (10, 3)
+    config = DrafterConfig.of(kind="eagle3", model="m", num_draft_tokens=3, length="dynamic", suffix_first=10)
+    shorter = dataclasses.replace(config, options=read_options(suffix_first=2))
+    assert (config.max_drafts, shorter.max_drafts) == (10, 3)
     assert isinstance(make_draft_length(config), DynamicLength)
 
 
@@ -196,7 +198,7 @@ def test_greedy_text_is_that_of_plain_decoding(
 
     monkeypatch.setattr(StepCost, "seconds", seconds)
     model = str(head if kind == "eagle3" else target)
-    drafter = DrafterConfig(kind=kind, model=model, num_draft_tokens=3, length="dynamic", suffix_first=8)
+    drafter = DrafterConfig.of(kind=kind, model=model, num_draft_tokens=3, length="dynamic", suffix_first=8)
     plain, _ = answers(target, NO_DRAFTS)
     found, engine = answers(target, drafter, cuda_graphs=graphs, self_check_sample_rate=1.0)
     assert {key: one.token_ids for key, one in found.items()} == {key: one.token_ids for key, one in plain.items()}

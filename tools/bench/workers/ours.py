@@ -30,7 +30,7 @@ class Ours:
         model, decoder = ModelConfig.from_folder(folder), None
         self._engines: dict[str, EngineCore] = {}
         for name, own in settings["engines"].items():
-            config = EngineConfig(**own["engine"], drafter=DrafterConfig(**own["drafter"]))
+            config = EngineConfig(**own["engine"], drafter=DrafterConfig.of(**own["drafter"]))
             torch.set_num_threads(config.num_threads)
             device = resolve_device(config.device)
             loaded = load_weights(folder, config, device, decoder=decoder)
