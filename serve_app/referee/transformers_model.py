@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
 from serve_app.backends.base import ModelInfo, Numerics, Replayed, ServedWeights
@@ -61,9 +61,6 @@ class TransformersModel:
             loaded: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"cannot load a model from {folder}: {error}") from error
-        config = loaded.config
-        if hasattr(config, "sliding_window") and "sliding_window" not in type(config).__dataclass_fields__:
-            config.sliding_window = None  # not of its class, whose layers ignore it; its cache would follow it
         self._model = loaded.eval()
         if form in ROUNDED_FORMS:
             _round_to_form(loaded, folder, form)
@@ -79,7 +76,7 @@ class TransformersModel:
         known, cache = self._prefix
         reused = min(_common(known, tokens), start - 1, len(tokens) - 1)
         if cache is None or reused < len(tokens) // 2:
-            reused, cache = 0, None
+            reused, cache = 0, DynamicCache()  # of all positions: one that follows windows cannot be cropped
         elif reused < len(known):
             cache.crop(reused - len(known))
         while len(tokens) - reused > _BLOCK and reused + _BLOCK < start:  # a long prefix, with bounded memory

@@ -9,12 +9,13 @@ from torch import Tensor
 from speculative.model.decoder import Decoder
 from speculative.model.eagle3 import Eagle3Config, Eagle3Head
 from speculative.model.loading import load_decoder
-from tools.train_head.head import save_head
+from tools.train_head.head import llama_layer, save_head
 
 
 def random_head(target: Decoder, draft_ids: Tensor, *, embedding: Tensor | None, **changes: Any) -> Eagle3Head:
     """An EAGLE-3 head of these tokens, always the same one; with an embedding of its own where none is given."""
-    config = Eagle3Config(target.config, len(draft_ids), target_hidden_size=target.config.hidden_size, **changes)
+    shape = llama_layer(target.config)
+    config = Eagle3Config(shape, len(draft_ids), target_hidden_size=shape.hidden_size, **changes)
     dtype = target.embedding.dtype
     head = Eagle3Head(config.for_target(target.config), draft_ids, embedding, dtype=dtype)
     random = torch.Generator().manual_seed(0)

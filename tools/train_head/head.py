@@ -1,6 +1,5 @@
 """An EAGLE-3 head to be trained: where it starts, which tokens it drafts, and the folder that it is written to."""
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from speculative.model.config import Form, ModelConfig, TensorNames
+from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 from speculative.model.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from speculative.model.head_checkpoint import HELD_OUT_RATES
@@ -27,18 +26,31 @@ def draft_vocabulary(counts: np.ndarray[Any, np.dtype[np.int64]], size: int, alw
     return torch.from_numpy(np.sort(kept)).long()
 
 
+def llama_layer(model: ModelConfig) -> ModelConfig:
+    """One Llama layer of a model's sizes, rotated as the model is."""
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_layers=1,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        rms_norm_eps=model.rms_norm_eps,
+        rope=model.rope if model.rope.share == 1 else Rope(model.rope.theta),
+        max_position_embeddings=model.max_position_embeddings,
+    )
+
+
 def initial_head(target: Decoder, draft_ids: Tensor) -> Eagle3Head:
     """The target's last layer without biases or norms of heads, its norm, and its LM head's rows of the draft
     vocabulary, in float32.
 
     The hidden state begins as the last of the three features; the token's half of query, key and value begins at zero.
     """
-    shape = dataclasses.replace(target.config, architecture="LlamaForCausalLM", num_layers=1, tie_word_embeddings=False)
-    shape = dataclasses.replace(shape, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False, kinds=())
-    rope = shape.rope if shape.has_llama_shape else Rope(shape.rope.theta)
-    shape = dataclasses.replace(shape, form=Form(), names=TensorNames(), rope=rope)
     config = Eagle3Config(
-        shape=shape,
+        shape=llama_layer(target.config),
         draft_vocab_size=len(draft_ids),
         target_hidden_size=target.config.hidden_size,
         aux_layers=default_aux_layers(target.config.num_layers),

@@ -79,6 +79,19 @@ def test_a_window_that_a_model_knows_nothing_of_hides_nothing_from_the_referee(t
         assert (windowed.logits(tokens, start) - plain.logits(tokens, start)).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("family", ["gemma3", "granite4", "olmo3"])
+def test_a_prefix_that_is_kept_is_rewound_into_a_window(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where transformers' own cache would have dropped what lies before."""
+    monkeypatch.setattr(transformers_referee, "_BLOCK", 16)
+    folder, tokens = write_tiny_model(tmp_path, family), list(range(3, 75))
+    kept = TransformersModel(folder)
+    for own, start in ((tokens[:60], 40), (tokens[:40] + tokens[60:], 45), (tokens[:30], 20)):
+        expected = TransformersModel(folder).logits(own, start)
+        assert (kept.logits(own, start) - expected).abs().max() < 1e-4
+
+
 def by_transformers(served: ServedWeights) -> Replay:
     referee = TransformersReferee(bytes)
 
