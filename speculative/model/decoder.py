@@ -79,7 +79,7 @@ class Decoder(FusibleLayer):
         """
         hidden = functional.embedding(input_ids, self.embedding).to(self.dtype)
         if self.config.form.embedding_multiplier != 1:
-            hidden = hidden * torch.tensor(self.config.form.embedding_multiplier, dtype=self.dtype)
+            hidden = hidden * torch.tensor(self.config.form.embedding_multiplier, dtype=self.dtype).item()  # rounded
         if self.fused is not None and isinstance(attend, StepAttention) and attend.native is not None:
             hidden, features = self.fused.run(hidden, positions, attend.native, capture)
             hidden = self.norm(hidden)

@@ -40,6 +40,8 @@ from tests.support.engines import (
 from tests.support.graph_scenes import EDITED, PLAIN, PROMPTS, Alternating, add_all, answers, assert_same
 from tests.support.graph_scenes import MIXED as ALL_WISHES
 from tests.support.pretended_cuda import PretendedCuda
+from tests.support.tiny_heads import write_tiny_head
+from tests.support.tiny_models import write_tiny_model
 from tests.support.triton_interpreter import needs_triton
 
 pytestmark = [pytest.mark.slow, needs_triton]
@@ -123,6 +125,18 @@ def test_fp8_weights(
             return found | run(engine)
 
     assert_same(*on_both(scene, load, capture_beforehand=True))
+
+
+@pytest.mark.parametrize("family", ["olmo2"])
+def test_models_of_another_shape_than_llamas(family: str, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model", family, vocab_size=64, num_hidden_layers=4)
+    drafter = DrafterConfig(kind="eagle3", model=str(write_tiny_head(tmp_path / "head", folder)), num_draft_tokens=3)
+
+    def load(**changes: Any) -> EngineCore:
+        config = settings(max_num_seqs=4, drafter=drafter, self_check_sample_rate=1.0, **changes)
+        return load_engine(folder, config, make_constraint=lambda _: Alternating())
+
+    assert_same(*on_both(lambda load: answers(load(), MIXED), load))
 
 
 @pytest.mark.parametrize("name", ["ngram", "eagle3"])
