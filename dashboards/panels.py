@@ -1,6 +1,7 @@
 """Pages, rows and panels as values, and the Grafana JSON they become."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from dashboards.queries import QueryScope
@@ -55,30 +56,14 @@ class Panel:
     shows_name: bool = False  # a stat that shows its series' name in place of the value
 
 
-@dataclass(frozen=True, slots=True)
-class Stat(Panel):
-    """A small panel with one figure, or one for each series."""
+Stat = partial(Panel, kind="stat", width=6, height=5, minimum=None)
+"""A small panel with one figure, or one for each series."""
 
-    kind: Literal["timeseries", "stat"] = "stat"
-    width: int = 6
-    height: int = 5
-    minimum: float | None = None
+Rates = partial(Panel, unit="ops", stacked=True)
+"""A panel of events a second, one kind above the other."""
 
-
-@dataclass(frozen=True, slots=True)
-class Rates(Panel):
-    """A panel of events a second, one kind above the other."""
-
-    unit: str = "ops"
-    stacked: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Share(Panel):
-    """A panel whose values are shares of something."""
-
-    unit: str = "percentunit"
-    maximum: float | None = 1
+Share = partial(Panel, unit="percentunit", maximum=1)
+"""A panel whose values are shares of something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +106,16 @@ ANNOTATIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A dashboard."""
+    """A dashboard, whose name is in its title, its uid and its file's name."""
 
-    uid: str
-    title: str
+    name: str
     description: str
     rows: tuple[Row, ...]
+
+    @property
+    def slug(self) -> str:
+        """The name as files and addresses have it."""
+        return self.name.lower().replace(" ", "-")
 
     @property
     def panels(self) -> tuple[Panel, ...]:
@@ -137,8 +126,8 @@ class Page:
 def dashboard_json(page: Page) -> dict[str, Any]:
     """The page as Grafana imports it."""
     return {
-        "uid": page.uid,
-        "title": page.title,
+        "uid": f"{TAG}-{page.slug}",
+        "title": f"{TAG} / {page.name}",
         "description": f"{page.description} Made by `truespec dashboards`; the next push replaces what is edited here.",
         "tags": [TAG],
         "schemaVersion": _SCHEMA_VERSION,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from serve_app.telemetry.metric_names import METRICS, PREFIX, REPLICA_LABEL
 
+NOT_OK = 'result!="ok"'
 _SIGNS = ("positive", "negative")  # a counter cannot go down, so a sum that can is kept as two
 _SEEN_BEFORE = "1h"  # how far before a window a series is looked for; longer than most gaps in scraping
 _LABEL = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"')

@@ -1,10 +1,10 @@
-"""The generated pages of the documentation: the metric catalogue and the runbooks."""
+"""The generated pages of the documentation: the metric catalogue, the runbooks and the table of alerts."""
 
 from collections.abc import Mapping
 
 from dashboards import shell
-from dashboards.alerts import ALERTS, Alert
-from dashboards.rules import GEN_AI_NAMES, VLLM_NAMES
+from dashboards.alerts import MAY_BE_WRONG, Alert
+from dashboards.build import ALERTS, GEN_AI_NAMES, VLLM_NAMES
 from serve_app.referee.strata import STRATA
 from serve_app.telemetry.metric_names import CATALOGUE, COMMON_LABELS, COMMON_MEANINGS, PREFIX, REPLICA_LABEL, Meaning
 from speculative.stats import CHECKS
@@ -70,6 +70,20 @@ def _inline(meaning: Meaning) -> str:
     if isinstance(meaning, str):
         return meaning
     return "; ".join(f"`{value}` {text}" for value, text in meaning.items())
+
+
+def alerts_table() -> str:
+    """The table of operations.md: all alerts by whether answers may be wrong."""
+    rows = ["| may answers be wrong? | alerts, without `Truespec` |", "|---|---|"]
+    for wrong, text in MAY_BE_WRONG.items():
+        links = [
+            f"[{alert.name.removeprefix('Truespec')}](runbooks.md#{alert.name.lower()})"
+            + (f" ({alert.note})" if alert.note else "")
+            for alert in ALERTS
+            if alert.wrong == wrong
+        ]
+        rows.append(f"| {text} | {', '.join(links)} |")
+    return "\n".join(rows)
 
 
 def runbooks_page() -> str:

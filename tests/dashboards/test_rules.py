@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from dashboards.alerts import ALERTS, Alert
-from dashboards.build import PAGES, write
+from dashboards.alerts import Alert
+from dashboards.build import ALERTS, PAGES, rule_file, write
 from dashboards.panels import ANNOTATIONS
-from dashboards.rules import rule_file
 from dashboards.sanity import ALARMS, VIOLATIONS
 from serve_app.telemetry.metric_names import CATALOGUE, COMMON_LABELS
 from serve_app.telemetry.metrics import Metrics, PrometheusSink

@@ -13,10 +13,8 @@ from ray._private.services import determine_plasma_store_config
 from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
 
-from dashboards.alerts import ALERTS
-from dashboards.build import PAGES, dashboards
+from dashboards.build import ALERTS, PAGES, dashboards, rule_file
 from dashboards.recordings import RECORDINGS
-from dashboards.rules import rule_file
 from serve_app.app import build_app
 from serve_app.config.app_config import AppConfig
 from serve_app.config.files import load_config

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import ray
 
-from dashboards.alerts import ALERTS
-from dashboards.build import PAGES, write
+from dashboards.build import ALERTS, PAGES, write
 from dashboards.panels import Query
 from dashboards.recordings import PREFILL_FAILURES, RECORDINGS
 from serve_app.telemetry.metric_summary import MetricSummary

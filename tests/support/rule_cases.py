@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from dashboards.alerts import ALERTS
+from dashboards.build import ALERTS
 
 _STATUS = "ray_serve_application_status application=truespec"
 _PROXY = "ray_serve_haproxy_process_count node_id="

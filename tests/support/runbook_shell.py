@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dashboards.alerts import ALERTS
+from dashboards.build import ALERTS
 from dashboards.shell import SETUP
 
 _KUBECTL = """\

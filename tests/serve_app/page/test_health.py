@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from dashboards.alerts import ALERTS
+from dashboards.build import ALERTS
 from serve_app.page.health import troubles
 from serve_app.page.words import CHECK_NAMES, explained, runbooks
 from serve_app.referee.found import LOOK_AT
