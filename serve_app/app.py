@@ -35,7 +35,11 @@ _CONTROLLER_OPTIONS: dict[str, Any] = {
 def build_app(args: Mapping[str, Any]) -> Application:
     """The application that `import_path: serve_app.app:build_app` names. Raises ConfigError: a field of `args` is
     wrong; the message names it and the fix."""
-    config = parse_args(args)
+    return build(parse_args(args))
+
+
+def build(config: AppConfig) -> Application:
+    """The application of a checked configuration."""
     controller = serve.deployment(**_CONTROLLER_OPTIONS, logging_config=_logging(config))(Controller).bind(config)
     if config.topology == "monolith":
         if config.router is not None:

@@ -16,9 +16,9 @@ import yaml
 
 from deploy.cli.vllm_flags import ARGS, PAGE, TAKEN, explained, flag_of
 from deploy.options import checked_secret
-from deploy.run.own_model import OwnModel, own_application
+from deploy.run.own_model import OwnModel, settings_of
 from deploy.run.what_is import HUB_ID, file_or_model
-from serve_app.config.files import load_config
+from serve_app.config.files import check_file, read_yaml
 from serve_app.config.serve_file import ServeFile
 from speculative.config import WeightsName
 from speculative.errors import ConfigError
@@ -28,21 +28,18 @@ _THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
 
 @dataclass(frozen=True, slots=True)
 class ServeTarget:
-    """Target of a command line: a file of settings or a model of one's own, and settings beside it.
+    """Target of a command line: a file of settings or a model of one's own.
 
-    file: the settings; None = a model was given.
-    own: the model; None = a file was given.
-    changes: settings that were given as flags, by the flag.
+    changes: settings that were given beside it as flags, by the flag.
     """
 
-    file: Path | None = None
-    own: OwnModel | None = None
+    target: Path | OwnModel
     changes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def named(self) -> str:
         """The name of it in messages."""
-        return str(self.file) if self.own is None else self.own.source
+        return self.target.source if isinstance(self.target, OwnModel) else str(self.target)
 
 
 class ApplicationCommand(click.Command):
@@ -133,12 +130,9 @@ def application_options(command: Callable[..., Any]) -> Callable[..., Any]:
         if served is None and source is None:
             raise click.UsageError("Give a model (a folder, or a hub id ORG/MODEL) or a file of settings.")
         found = file_or_model(served) if served else source or ""
-        if isinstance(found, Path):
-            if placed:
-                raise click.UsageError(f"--{next(iter(placed))} goes with a model; {found} has a setting for it.")
-            asked = ServeTarget(found, None, changes)
-        else:
-            asked = ServeTarget(None, OwnModel(found, **placed), changes)
+        if isinstance(found, Path) and placed:
+            raise click.UsageError(f"--{next(iter(placed))} goes with a model; {found} has a setting for it.")
+        asked = ServeTarget(found if isinstance(found, Path) else OwnModel(found, **placed), changes)
         with _named_as_given(asked):
             return command(asked=asked, **others)
 
@@ -153,15 +147,10 @@ def application_of(asked: ServeTarget) -> ServeFile:
     Raises:
         ConfigError: it cannot be read, or something in it is wrong.
     """
-
-    def change(data: Any) -> None:
-        for flag, value in asked.changes.items():
-            _set_flag(data, flag, value)
-
-    if asked.own is not None:
-        return own_application(asked.own, change)
-    assert asked.file is not None
-    return load_config(asked.file, change=change)
+    data = settings_of(asked.target) if isinstance(asked.target, OwnModel) else read_yaml(asked.target)
+    for flag, value in asked.changes.items():
+        _set_flag(data, flag, value)
+    return check_file(data, asked.named)
 
 
 @contextmanager
@@ -175,7 +164,7 @@ def _named_as_given(asked: ServeTarget) -> Iterator[None]:
             setting, called = _place_of(flag), flag.replace("\\", r"\\")
             named = rf"\g<1>{called} ({setting.removeprefix(f'{ARGS}.')}\g<2>): "
             said = re.sub(rf"(^|: ){re.escape(setting)}((?:[.\[][^:\s]*)?): ", named, said, flags=re.MULTILINE)
-        raise ConfigError(said if asked.own is None else said.replace(f"{ARGS}.", "")) from error
+        raise ConfigError(said.replace(f"{ARGS}.", "") if isinstance(asked.target, OwnModel) else said) from error
 
 
 def _setting(given: str) -> tuple[str, Any]:

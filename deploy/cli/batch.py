@@ -46,7 +46,11 @@ def batch(
         server_url(url, "--url")
     key, wanted = api_key(options.pop("api_key_file")), read_requests(requests)
     models = {str(request.body["model"]) for request in wanted.values() if "model" in request.body}
-    own = None if url is not None else _application(source, file, models)
+    own = None
+    if url is None:
+        own = application_of(ServeTarget(file if file is not None else OwnModel(source or "")))
+        if others := models - {name := own.application.args.model.served_name}:
+            raise ConfigError(f"The requests ask for {', '.join(map(repr, others))}; this engine serves {name!r} only.")
     with BatchOutput.opened(answers, wanted) as output:
         before = len(output.outcomes)
         if before < len(wanted):
@@ -61,15 +65,6 @@ def batch(
         raise Failure(f"{refused} requests were refused; their lines say why. Without these lines they are sent again.")
     if suspect := counts["suspect"]:
         raise Failure(f"{suspect} answers are suspect: their replay did not confirm them. Do not use these.")
-
-
-def _application(source: str | None, file: Path | None, models: set[str]) -> ServeFile:
-    """The application that answers a batch for these models, checked."""
-    application = application_of(ServeTarget(file, None if source is None else OwnModel(source)))
-    name = application.application.args.model.served_name
-    if others := models - {name}:
-        raise ConfigError(f"The requests ask for {', '.join(map(repr, others))}; this engine serves {name!r} only.")
-    return application
 
 
 @contextmanager

@@ -35,10 +35,10 @@ def config_check(asked: ServeTarget, file_only: bool, address: str | None, as_va
     """
     if file_only and address is not None:
         raise click.UsageError("--file-only checks no cluster; give it or --address.")
-    if as_values and (asked.file is None or not file_only):
-        raise click.UsageError("--as-values reads the file that the chart makes; give it with --file-only.")
-    if as_values and asked.file is not None:
-        _check_values(asked.file)
+    if as_values:
+        if not isinstance(asked.target, Path) or not file_only:
+            raise click.UsageError("--as-values reads the file that the chart makes; give it with --file-only.")
+        _check_values(asked.target)
         return
     checked = application_of(asked)
     if file_only:

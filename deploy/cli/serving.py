@@ -20,7 +20,6 @@ from rich.table import Table
 from deploy.cli.application import ApplicationCommand, ServeTarget, application_of, application_options
 from deploy.cli.console import CONFIGS, a_config, a_file, err, out, progress_printer, say
 from deploy.options import api_key, check_writable, write_json
-from deploy.run.models import find_model
 from serve_app.config.files import load_config
 from serve_app.config.serve_file import ServeFile
 from speculative.errors import ConfigError
@@ -40,7 +39,6 @@ def serve(asked: ServeTarget, address: str | None) -> None:
     report(f"starting to serve {asked.named}")  # what is imported now takes seconds
     from deploy.run.cluster import cluster_address
     from deploy.run.demo import curl_line
-    from deploy.run.preflight import chats, tokenizer_here
 
     if "--api-key" in asked.changes and cluster_address(address) is not None:
         raise ConfigError(
@@ -48,15 +46,13 @@ def serve(asked: ServeTarget, address: str | None) -> None:
             "a file of `truespec keys create` on every node."
         )
     with served(checked, address, report) as service, _interruptible() as stop:
-        tokenizer = tokenizer_here(checked.application.args)
-        line = curl_line(service, chats=chats(tokenizer))
-        say(f"Serving {service.model_name} at {service.base_url}. Try:\n  {line}", err)
+        say(f"Serving {service.model_name} at {service.base_url}. Try:\n  {curl_line(service)}", err)
         if checked.application.args.access.keys_file is not None:
             say("It asks for an API key: add -H 'authorization: Bearer KEY'.", err)
         else:
             say("Anyone who can reach this address may use it; --api-key KEY asks for a key.", err)
-        if tokenizer is not None:
-            say(tokenizer.ends(), err)
+        if service.tokenizer is not None:
+            say(service.tokenizer.ends(), err)
         say("Ctrl-C stops it; a second one does not wait for requests that run.", err)
         stop.wait()
 
@@ -80,7 +76,9 @@ def demo(json_file: Path | None, port: int, file: Path) -> None:
     token, rehearses = secrets.token_hex(16), checked.application.args.guard.rehearsal
     with tempfile.NamedTemporaryFile("w", prefix="truespec-token-") as file_of_token:
         print(token, file=file_of_token, flush=True)
-        with served(_administered(checked, file_of_token.name), None, report) as service:
+        args = checked.application.args
+        admin = args.admin.model_copy(update={"token_file": file_of_token.name})
+        with served(checked.with_args(args.model_copy(update={"admin": admin})), None, report) as service:
             print_text = partial(out.print, end="", markup=False, highlight=False, soft_wrap=True)
             figures = run_demo(service, report, print_text, token if rehearses else None)
             curl = curl_line(service)
@@ -100,14 +98,6 @@ def demo(json_file: Path | None, port: int, file: Path) -> None:
         say(f"figures written to {json_file}", err)
 
 
-def _administered(file: ServeFile, token_file: str) -> ServeFile:
-    """The configuration, with an operator who has this token."""
-    app = file.application
-    admin = app.args.admin.model_copy(update={"token_file": token_file})
-    app = app.model_copy(update={"args": app.args.model_copy(update={"admin": admin})})
-    return file.model_copy(update={"applications": [app]})
-
-
 def at_port(file: ServeFile, port: int) -> ServeFile:
     """The configuration, listening on this port."""
     return file.model_copy(update={"http_options": file.http_options.model_copy(update={"port": port})})
@@ -115,33 +105,16 @@ def at_port(file: ServeFile, port: int) -> ServeFile:
 
 @contextmanager
 def served(file: ServeFile, address: str | None, report: Callable[[str], None] | None = None) -> Iterator[Any]:
-    """The running application, with its model fetched first when it is one of the catalogue."""
-    from deploy.run.cluster import cluster_address, running_app
+    """The running application, with a client of its own."""
+    from deploy.run.cluster import running_app
     from deploy.run.demo import Service
 
     report = report or progress_printer()
     api_key()  # the client's: what is wrong with it is reported before anything starts
-    if cluster_address(address) is None:
-        _fetch(file, report)
     with running_app(file, report, address=address) as running:
         service = Service(*running)
         with service.client:
             yield service
-
-
-def _fetch(file: ServeFile, report: Callable[[str], None]) -> None:
-    """Bring the models that the file names by catalogue or hub to this machine.
-
-    Raises:
-        ConfigError: one is not available; the message names its field.
-    """
-    args = file.application.args
-    for field, source in (("model.source", args.model.source), ("drafter.model", args.drafter.model)):
-        try:
-            if source is not None:
-                find_model(source, report)
-        except ConfigError as error:
-            raise ConfigError(f"applications[0].args.{field}: {error}") from error
 
 
 def _print_figures(figures: dict[str, Any]) -> None:

@@ -24,11 +24,12 @@ from deploy.run.machine import Machine
 from deploy.run.ports import free_port, url_of
 from deploy.run.preflight import check_cluster, check_machine
 from deploy.run.processes import process_tree
-from serve_app.app import build_app
+from serve_app.app import build
 from serve_app.config.app_config import AppConfig
 from serve_app.config.base import POOL_OF_DEPLOYMENT
 from serve_app.config.serve_file import HttpOptions, ServeFile
 from serve_app.http.slow_clients import PROXY_CALLBACK
+from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import ConfigError, TruespecError
 from speculative.kernels.library import compiling, find_kernels
 
@@ -65,8 +66,13 @@ def cluster_address(address: str | None) -> str | None:
 
 
 @contextmanager
-def running_app(file: ServeFile, progress: Progress, *, address: str | None = None) -> Iterator[tuple[str, str]]:
-    """Run the application of a checked file until the block ends; its address, and the name of its model.
+def running_app(
+    file: ServeFile, progress: Progress, *, address: str | None = None
+) -> Iterator[tuple[str, str, Tokenizer | None]]:
+    """Run the application of a checked file until the block ends; its address, and its model's name and tokenizer (None
+    where that is on other machines only).
+
+    Models that the file names by catalogue or hub are fetched first, unless it runs on a cluster.
 
     At the block's end running requests may finish. An exception in it, including an interrupt, ends them at once.
 
@@ -86,18 +92,25 @@ def running_app(file: ServeFile, progress: Progress, *, address: str | None = No
     if address is None:
         if file.proxy_location != "Disabled":
             free_port(file.http_options, file.http_options.port)
-        found = check_machine(config, Machine.here(), reads_weights=False)
+        found = check_machine(config, Machine.here(), fetch=progress)
         found.require_servable()
         for hint in found.hints:
             progress(f"hint: {hint}")
         if config.engine.kind == "torch" and config.pools_on("cpu"):
             _prepare_kernels(progress)
     with own_connection():
-        _connect(config, progress, address)
+        if address is None:
+            _start_here(config, progress)
+        else:
+            progress(f"connecting to Ray at {address}")
+            _join(address)
+            found = check_cluster(config)
+            for line in (*(f"warning: {fault}" for fault in found.faults), *(f"hint: {hint}" for hint in found.hints)):
+                progress(line)
         interrupt_on_sigterm()
         with _on_serve(file, address, progress) as http:
             base_url = f"{url_of(http)}{file.application.route_prefix.rstrip('/')}"
-            yield base_url, config.model.served_name
+            yield base_url, config.model.served_name, found.tokenizer
 
 
 def _prepare_kernels(progress: Progress) -> None:
@@ -142,14 +155,8 @@ def own_connection() -> Iterator[None]:
                 ray.shutdown()  # also ends the cluster, if it was started here
 
 
-def _connect(config: AppConfig, progress: Progress, address: str | None) -> None:
-    if address is not None:
-        progress(f"connecting to Ray at {address}")
-        _join(address)
-        found = check_cluster(config)
-        for line in (*(f"warning: {fault}" for fault in found.faults), *(f"hint: {hint}" for hint in found.hints)):
-            progress(line)
-        return
+def _start_here(config: AppConfig, progress: Progress) -> None:
+    """Start a cluster on this machine that has the CPUs that the pools ask for."""
     cores = os.cpu_count() or 1
     needed = sum(config.pool(name).most_replicas * config.pool(name).num_cpus for name in config.pool_names)
     needed += config.router.replicas * config.router.num_cpus if config.router is not None else 0
@@ -295,9 +302,7 @@ def _deploy(file: ServeFile, config: AppConfig, progress: Progress) -> None:
     pools = " and ".join(f"{config.pool(name).most_replicas} {name}" for name in config.pool_names)
     progress(f"loading {config.model.source} ({pools})")
     application = file.application
-    target = serve.RunTarget(
-        build_app(config.model_dump(exclude_unset=True)), application.name, application.route_prefix
-    )
+    target = serve.RunTarget(build(config), application.name, application.route_prefix)
     try:
         serve.run_many([target], wait_for_applications_running=False)
         _wait_until_running(application.name, progress)

@@ -15,6 +15,7 @@ from deploy.run.quiet import Others
 from serve_app.referee.wire.exchange import CHAT
 from serve_app.referee.wire.reply import Reply
 from serve_app.telemetry.metric_summary import MetricSummary, summarise
+from serve_app.text.tokenizer import Tokenizer
 
 QUESTION = "What is the capital of France, and what is it famous for? Answer in two sentences."
 _TEXT = (
@@ -71,11 +72,15 @@ class ChatAnswer:
 
 
 class Service:
-    """A running service and the model that it serves; asked with the key of `TRUESPEC_API_KEY`, where that is set."""
+    """A running service and the model that it serves; asked with the key of `TRUESPEC_API_KEY`, where that is set.
 
-    def __init__(self, base_url: str, model_name: str) -> None:
+    tokenizer: the model's; None where that is on other machines only.
+    """
+
+    def __init__(self, base_url: str, model_name: str, tokenizer: Tokenizer | None = None) -> None:
         self.base_url = base_url
         self.model_name = model_name
+        self.tokenizer = tokenizer
         self.client = Client(base_url, api_key(), _TIMEOUT_S)
 
     def chat(self, content: str, *, on_text: Callable[[str], None] = lambda _: None, **options: object) -> ChatAnswer:
@@ -193,8 +198,9 @@ def _wait_for(operator: Client, ready: Callable[[dict[str, Any]], bool]) -> dict
     raise ServiceError("The rehearsal does not come to its end; the replica's log says why.")
 
 
-def curl_line(service: Service, *, chats: bool = True) -> str:
+def curl_line(service: Service) -> str:
     """A command to try by hand: a question, or the beginning of a text for a model that has no chat template."""
+    chats = service.tokenizer is None or bool(service.tokenizer.chat_template().source)
     asked: dict[str, object] = {"prompt": "The capital of France is"}
     if chats:
         asked = {"messages": [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]}

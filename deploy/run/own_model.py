@@ -1,15 +1,12 @@
 """The application that serves a model given on the command line, without a configuration file."""
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from serve_app.config.files import check_data
-from serve_app.config.serve_file import ServeFile
 from speculative.config import KINDS_WITH_WEIGHTS, drafter_kinds
 from speculative.errors import ConfigError
 
@@ -36,11 +33,11 @@ class OwnModel:
     engine: str = "torch"
 
 
-def own_application(own: OwnModel, change: Callable[[Any], None] | None = None) -> ServeFile:
-    """The checked application of a model; `change` is called with its settings before they are checked.
+def settings_of(own: OwnModel) -> Any:
+    """What a file of settings would hold that serves a model, not yet checked.
 
     Raises:
-        ConfigError: what was given is wrong or does not go together; the message names the field.
+        ConfigError: what was given is wrong or does not go together; the message names the flag.
     """
     if not own.source.strip():  # as of a variable that a shell does not know
         raise ConfigError("The model is empty; give a folder, or a hub id (ORG/MODEL).")
@@ -67,9 +64,7 @@ def own_application(own: OwnModel, change: Callable[[Any], None] | None = None) 
     if gpus:
         args["engine"] |= _ON_A_GPU
     pool["num_cpus"] = _CPUS_BESIDE_A_GPU if gpus else os.cpu_count() or 1
-    if change is not None:
-        change(data)
-    return check_data(data, ServeFile, own.source)
+    return data
 
 
 def _absolute(source: str) -> str:

@@ -8,7 +8,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from deploy.run.machine import Machine
-from deploy.run.models import model_here
+from deploy.run.models import find_model, model_here
 from serve_app.access.access import read_token
 from serve_app.access.keys import read_keys
 from serve_app.config.app_config import AppConfig
@@ -27,6 +27,7 @@ from speculative.config import EngineConfig, why_no_triton
 from speculative.drafting.draft_model import drafted_ids
 from speculative.end_tokens import read_json
 from speculative.errors import ConfigError, TruespecError
+from speculative.model.catalogue import Progress
 from speculative.model.config import ModelConfig
 from speculative.model.eagle3 import Eagle3Config
 from speculative.model.file_names import LOWER_FILES, TOP_FILES
@@ -48,12 +49,20 @@ _DRAFTERS: Mapping[str, Callable[[Path], Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Findings:
-    """The faults that keep a configuration from being served, a line each, and hints for whoever serves it."""
+@dataclass(slots=True)
+class Preflight:
+    """What a machine, or a cluster, says of a configuration; each question adds to it.
+
+    faults: what keeps the configuration from being served, a line each.
+    hints: for whoever serves it.
+    folders: of the model, and of a drafter with weights, by the setting; without those that are not on this machine.
+    tokenizer: the model's, likewise.
+    """
 
     faults: list[str] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
+    folders: dict[str, Path] = field(default_factory=dict)
+    tokenizer: Tokenizer | None = None
 
     def fault(self, setting: str, message: str) -> None:
         """Add a fault of a setting below `args`."""
@@ -78,54 +87,57 @@ class Findings:
             raise ConfigError("\n".join(line if file is None else f"{file}: {line}" for line in self.faults))
 
 
-def check_machine(config: AppConfig, machine: Machine, *, reads_weights: bool = True) -> Findings:
-    """Return what keeps this machine from serving a configuration, without starting anything or using the network.
+def check_machine(config: AppConfig, machine: Machine, fetch: Progress | None = None) -> Preflight:
+    """Return what this machine says of a configuration, without starting anything.
 
     Args:
         config: the configuration.
         machine: this machine.
-        reads_weights: read every weight. False = look at the files' lengths only: who loads a model next checks the
-            rest while it reads it.
+        fetch: fetch models that are not here, unless something else is wrong, and say so by it; of their weights look
+            at the files' lengths only, since who loads a model next checks the rest while it reads it. None = use no
+            network, and read every weight.
     """
-    found = Findings()
-    _check_programs(config, found)
-    _check_files(config, found)
+    found = Preflight()
+    _check_environment(config, found)
     _check_processors(config, machine, found)
-    sources: dict[str, Path] = {}
-    for setting, name in (("model.source", config.model.source), ("drafter.model", config.drafter.model)):
+    if fetch is not None:
+        found.require_servable()
+    for setting, source in config.sources.items():
         with found.reading(setting):
-            folder = None if name is None else model_here(name)
+            folder = model_here(source) if fetch is None else find_model(source, fetch)
             if folder is not None:
-                _require_files_of_links(folder)
-                sources[setting] = folder
-    if "model.source" in sources and config.engine.kind == "torch":
-        _check_model(config, machine, sources, found)
-    elif "model.source" in sources:
-        _check_tokenizer(config, sources["model.source"], found)
-    for setting, folder in sources.items():
+                for file in (file for pattern in (*TOP_FILES, *LOWER_FILES) for file in folder.glob(pattern)):
+                    if not file.exists():  # as in a copy of the hub's cache without its blobs
+                        gone = f"{file} is a link to {file.readlink()}, which is not there"
+                        raise ConfigError(f"{gone}; fetch the model again.")
+                found.folders[setting] = folder
+    if "model.source" in found.folders:
+        if config.engine.kind == "torch":
+            _check_model(config, machine, found)
+        else:
+            _check_tokenizer(config, found)
+    for setting, folder in found.folders.items():
         with found.reading(setting):
             for file in folder.glob("*.safetensors"):
                 read_header(file)
-    if reads_weights and config.engine.kind == "torch" and not found.faults:
-        _check_weights(config, sources, found)
+    if fetch is None and config.engine.kind == "torch" and not found.faults:
+        for setting, folder in found.folders.items():
+            with found.reading(setting):
+                if setting == "model.source" or config.drafter.kind == "draft_model":
+                    check_weights(folder)
+                else:  # a head's tensors have names of several spellings
+                    check_tensors(checkpoint_files(folder))
     return found
 
 
-def _require_files_of_links(folder: Path) -> None:
-    """Refuse links to files that are gone: a copy of the hub's cache without its blobs has them."""
-    for file in (file for pattern in (*TOP_FILES, *LOWER_FILES) for file in folder.glob(pattern)):
-        if not file.exists():
-            raise ConfigError(f"{file} is a link to {file.readlink()}, which is not there; fetch the model again.")
-
-
-def check_cluster(config: AppConfig) -> Findings:
+def check_cluster(config: AppConfig) -> Preflight:
     """Return what the Ray cluster that this process is connected to lacks now, at the pools' least numbers of replicas.
 
     An autoscaling cluster may add it. The model's files are those of its nodes and are not checked.
     """
     import ray  # a second of processor time, which only this needs
 
-    found, there = Findings(), ray.cluster_resources()
+    found, there = Preflight(), ray.cluster_resources()
     for kind, setting in (("CPU", "num_cpus"), ("GPU", "num_gpus")):
         largest, asked = _asked(config, setting)
         if asked > there.get(kind, 0):
@@ -135,21 +147,10 @@ def check_cluster(config: AppConfig) -> Findings:
                 "it or the replicas, or add nodes, unless the cluster adds them by itself.",
             )
     _hint_at_gpus(config, there.get("GPU", 0), "the cluster", found)
+    with suppress(ConfigError):
+        if (folder := model_here(config.model.source)) is not None:
+            found.tokenizer = Tokenizer.from_folder(folder, config.model.chat_template)
     return found
-
-
-def tokenizer_here(config: AppConfig) -> Tokenizer | None:
-    """The model's tokenizer; None where it is on other machines only."""
-    try:
-        folder = model_here(config.model.source)
-        return None if folder is None else Tokenizer.from_folder(folder, config.model.chat_template)
-    except ConfigError:
-        return None
-
-
-def chats(tokenizer: Tokenizer | None) -> bool:
-    """Return whether a model takes conversations: it has a chat template, or is on other machines only (None)."""
-    return tokenizer is None or bool(tokenizer.chat_template().source)
 
 
 def _asked(config: AppConfig, setting: str) -> tuple[PoolName, float]:
@@ -158,7 +159,7 @@ def _asked(config: AppConfig, setting: str) -> tuple[PoolName, float]:
     return max(asked, key=lambda name: asked[name]), sum(asked.values())
 
 
-def _hint_at_gpus(config: AppConfig, num_gpus: float, place: str, found: Findings) -> None:
+def _hint_at_gpus(config: AppConfig, num_gpus: float, place: str, found: Preflight) -> None:
     """GPUs that no replica asks for: what Ray does not give, replicas do not see. `device: cpu` is meant so."""
     if num_gpus and config.engine.device == "auto":
         found.hints.extend(
@@ -168,8 +169,8 @@ def _hint_at_gpus(config: AppConfig, num_gpus: float, place: str, found: Finding
         )
 
 
-def _check_programs(config: AppConfig, found: Findings) -> None:
-    """Optional packages that the configuration needs."""
+def _check_environment(config: AppConfig, found: Preflight) -> None:
+    """Optional packages that the configuration needs, and files that the replicas read."""
     otlp, traced = "opentelemetry.exporter.otlp.proto.http", config.observability.traces_endpoint is not None
     for setting, asked, package, extra in (
         ("engine.kind", config.engine.kind == "vllm", "vllm", "vllm"),
@@ -181,17 +182,6 @@ def _check_programs(config: AppConfig, found: Findings) -> None:
                 setting,
                 f"needs {package}, which is not installed: pip install -e '.[{extra}]' in the checkout, or change it.",
             )
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # of a package around it
-        return False
-
-
-def _check_files(config: AppConfig, found: Findings) -> None:
-    """Files that the replicas read."""
     for setting, file, read in (
         ("access.keys_file", config.access.keys_file, read_keys),
         ("admin.token_file", config.admin.token_file, read_token),
@@ -202,7 +192,14 @@ def _check_files(config: AppConfig, found: Findings) -> None:
                 read(Path(file))
 
 
-def _check_processors(config: AppConfig, machine: Machine, found: Findings) -> None:
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of a package around it
+        return False
+
+
+def _check_processors(config: AppConfig, machine: Machine, found: Preflight) -> None:
     """Cores and GPUs. Pools may request more cores in total than exist: they share them, with a warning."""
     for name in config.pool_names:
         num_cpus = config.pool(name).num_cpus
@@ -228,16 +225,15 @@ def _check_processors(config: AppConfig, machine: Machine, found: Findings) -> N
     _hint_at_gpus(config, len(machine.gpu_bytes), "this machine", found)
 
 
-def _check_tokenizer(config: AppConfig, folder: Path, found: Findings) -> None:
+def _check_tokenizer(config: AppConfig, found: Preflight) -> None:
     """A tokenizer that cannot be served, or a chat template that is not for it."""
-    before = len(found.faults)
+    folder = found.folders["model.source"]
     with found.reading("model.source"):
         Tokenizer.from_folder(folder)
-    if len(found.faults) == before:
         with found.reading("model.chat_template"):
-            tokenizer = Tokenizer.from_folder(folder, config.model.chat_template)
-            found.hints.extend(tokenizer.remarks())
-            if not any(tokenizer.chat_template(with_tools=tools).source for tools in (False, True)):
+            found.tokenizer = Tokenizer.from_folder(folder, config.model.chat_template)
+            found.hints.extend(found.tokenizer.remarks())
+            if not any(found.tokenizer.chat_template(with_tools=tools).source for tools in (False, True)):
                 found.hints.append(
                     f"{folder} has no chat template: requests to /v1/chat/completions and /v1/responses are refused, "
                     "and those to /v1/completions answered. If the model was trained for conversations, give its "
@@ -245,56 +241,47 @@ def _check_tokenizer(config: AppConfig, folder: Path, found: Findings) -> None:
                 )
 
 
-def _check_model(config: AppConfig, machine: Machine, sources: Mapping[str, Path], found: Findings) -> None:
+def _check_model(config: AppConfig, machine: Machine, found: Preflight) -> None:
     """Tokenizer, lengths, weights, drafter and memory of a model for our own engine."""
-    folder, engine = sources["model.source"], config.engine_config(config.pool_names[0])
+    folder, drafter = found.folders["model.source"], found.folders.get("drafter.model")
+    engine = config.engine_config(config.pool_names[0])
     with found.reading("model.source"):
         checkpoint_files(folder)
         model = ModelConfig.from_folder(folder)
-        _check_tokenizer(config, folder, found)
+        _check_tokenizer(config, found)
         with found.reading("engine.max_model_len"):
             longest = longest_sequence(model, engine)
-            if "drafter.model" in sources:
-                _check_drafter(config.drafter.kind, sources["drafter.model"], folder, model, longest, found)
+            if drafter is not None:
+                with found.reading("drafter.model"):
+                    _check_drafter(config.drafter.kind, drafter, folder, model, longest)
         if engine.quantization not in ("auto", engine.dtype) or rounded_form(folder) == "fp8":
             for kind in ("cpu", "cuda"):
                 with found.reading("engine.quantization"):
                     if config.pools_on(kind):
                         choose_weights(engine.quantization, folder, dtype=engine.dtype, device=torch.device(kind))
-        _check_memory(config, model, machine, sources, found)
+        _check_memory(config, engine, model, machine, found)
 
 
-def _check_drafter(kind: str, folder: Path, target: Path, model: ModelConfig, longest: int, found: Findings) -> None:
-    """A drafter that is none of its kind, or of another model."""
-    with found.reading("drafter.model"):
-        drafter = _DRAFTERS[kind](folder)
-        if kind != "draft_model":
-            drafter.for_target(model)
-            read_held_out_rates(folder)
-            return
-        drafted_ids(folder, target)
-        if drafter.max_position_embeddings < longest:
-            raise ConfigError(
-                f"{folder} has {drafter.max_position_embeddings} positions, and requests may have {longest}; set "
-                f"engine.max_model_len to {drafter.max_position_embeddings}, or take another draft model."
-            )
-
-
-def _check_weights(config: AppConfig, sources: Mapping[str, Path], found: Findings) -> None:
-    """Weights that are damaged, or not those of the model: every file is read, once nothing else is wrong."""
-    for setting, folder in sources.items():
-        with found.reading(setting):
-            if setting == "model.source" or config.drafter.kind == "draft_model":
-                check_weights(folder)
-            else:  # a head's tensors have names of several spellings
-                check_tensors(checkpoint_files(folder))
+def _check_drafter(kind: str, folder: Path, target: Path, model: ModelConfig, longest: int) -> None:
+    """Refuse a drafter that is none of its kind, or of another model."""
+    drafter = _DRAFTERS[kind](folder)
+    if kind != "draft_model":
+        drafter.for_target(model)
+        read_held_out_rates(folder)
+        return
+    drafted_ids(folder, target)
+    if drafter.max_position_embeddings < longest:
+        raise ConfigError(
+            f"{folder} has {drafter.max_position_embeddings} positions, and requests may have {longest}; set "
+            f"engine.max_model_len to {drafter.max_position_embeddings}, or take another draft model."
+        )
 
 
 def _check_memory(
-    config: AppConfig, model: ModelConfig, machine: Machine, sources: Mapping[str, Path], found: Findings
+    config: AppConfig, engine: EngineConfig, model: ModelConfig, machine: Machine, found: Preflight
 ) -> None:
     """Weights and KV caches that no memory holds. Activations and libraries, which come on top, are not counted."""
-    engine, num_weights = config.engine_config(config.pool_names[0]), sum(map(_num_weights, sources.values()))
+    num_weights = sum(map(_num_weights, found.folders.values()))
     token_bytes = model.kv_shape.num_values * _DTYPE_BYTES[engine.dtype]
     on_cpus = sum(config.pool(name).least_replicas for name in config.pools_on("cpu"))
     # A fraction of a GPU only matters to Ray's scheduling, and does not limit memory.
@@ -303,7 +290,7 @@ def _check_memory(
         (on_gpus, max(machine.gpu_bytes, default=0), "one GPU", True),
         (on_cpus, machine.memory_bytes, "this machine", False),
     ):
-        form = _smallest_form(engine, sources["model.source"], uses_gpu=uses_gpu)
+        form = _smallest_form(engine, found.folders["model.source"], uses_gpu=uses_gpu)
         read = form if form == "fp8" else engine.dtype  # a checkpoint is read before a CPU packs it
         plain, kept = (_WEIGHT_BYTES[one] * num_weights for one in (read, form))
         num_tokens = (engine if uses_gpu else engine.on_cpu()).kv_cache_tokens or 0  # a GPU's is as large as it can be

@@ -99,8 +99,7 @@ def chart_values(file: ServeFile) -> str:
         given.pop(_EXECUTOR, None)  # the default
         args["vllm"] = args.get("vllm", {}) | {"engine_args": given}
     values["pools"] = {name: _chart_pool(name, config.pool(name)) for name in config.pool_names}
-    sources = (config.model.source, config.drafter.model)
-    if fetched := [name for name in dict.fromkeys(sources) if name in CATALOGUE]:
+    if fetched := [name for name in dict.fromkeys(config.sources.values()) if name in CATALOGUE]:
         values["modelCache"] = {"fetch": fetched}
     if file.http_options.port != HttpOptions().port:
         values["service"] = {"port": file.http_options.port}
@@ -108,8 +107,8 @@ def chart_values(file: ServeFile) -> str:
 
 
 def _check_chart_has(config: AppConfig) -> None:
-    for field, source in (("model.source", config.model.source), ("drafter.model", config.drafter.model)):
-        if source is not None and source.startswith((".", "~")):
+    for field, source in config.sources.items():
+        if source.startswith((".", "~")):
             raise ConfigError(
                 f"{field} is {source}, a folder of this machine, which the pods of the chart do not have: give a hub "
                 "id in a copy of the file, or the folder's path on a volume."

@@ -29,7 +29,6 @@ from serve_app.config.base import (
     FieldError,
     FieldErrors,
     PoolName,
-    RayShare,
     Section,
     Target,
 )
@@ -45,7 +44,7 @@ from speculative.config import (
 )
 from speculative.errors import ConfigError
 from speculative.lookup.registry import registered
-from speculative.options import Option, OptionError, option, options_of
+from speculative.options import Option, option, options_of
 from speculative.request import Request
 
 
@@ -60,6 +59,17 @@ def _no_url(source: str) -> str:
 
 Source = Annotated[str, Field(min_length=1), AfterValidator(_no_url)]
 """The place that weights come from."""
+
+
+def _ray_share(number: float) -> float:
+    if 0 < number < _RAY_PRECISION:
+        raise ValueError(f"must be 0 or at least {_RAY_PRECISION}, the least that Ray reserves; got {number!r}.")
+    return number
+
+
+_RAY_PRECISION = 0.0001  # of numbers of CPUs and GPUs
+RayShare = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_ray_share)]
+"""CPUs or GPUs, as Ray can reserve them."""
 
 
 class ModelSection(Section):
@@ -143,14 +153,6 @@ class DrafterSection(Section, DrafterSettings, options=_of_registered()):  # typ
     tree: Annotated[tuple[Annotated[int, Field(ge=1, le=MAX_DRAFTS)], ...], Field(strict=False)] = ()
     """Candidates drafted for each position of a round, such as [3, 2]; one for the positions behind. Drafters with
     weights, verifier coupled, on a CPU."""
-
-    @model_validator(mode="after")
-    def _is_one_to_the_engine(self) -> Self:
-        try:
-            self.config()
-        except OptionError as error:
-            raise FieldError(error.name.removeprefix("drafter."), error.rule) from error
-        return self
 
     def config(self) -> DrafterConfig:
         """The same for the engine."""
@@ -589,6 +591,12 @@ class AppConfig(Section):
                 "is above 0, but engine.kind is vllm; remove it, and set vllm.replays to torch: our engine is "
                 "independent of vLLM.",
             )
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """The places that weights come from, each by the setting that names it."""
+        named = {"model.source": self.model.source, "drafter.model": self.drafter.model}
+        return {setting: source for setting, source in named.items() if source is not None}
 
     @property
     def pool_names(self) -> tuple[PoolName, ...]:

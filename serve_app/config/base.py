@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from speculative.options import Option, options_of
 
@@ -29,7 +29,6 @@ POOL_OF_DEPLOYMENT: dict[str, PoolName] = {
 
 
 _LONGEST = 60  # letters of a value in a message
-_RAY_PRECISION = 0.0001  # of numbers of CPUs and GPUs
 
 
 _WORDS = {
@@ -134,23 +133,12 @@ class Section(BaseModel):
         if not isinstance(data, Mapping):
             return data
         # A section whose lines are all commented out is null in YAML: it has its defaults.
-        return {name: data[name] for name in data if data[name] is not None or not cls._is_section(name)}
-
-    @classmethod
-    def _is_section(cls, name: str) -> bool:
-        return isinstance(cls.model_fields[name].default, Section)
+        fields = cls.model_fields
+        return {
+            name: data[name] for name in data if data[name] is not None or not isinstance(fields[name].default, Section)
+        }
 
 
 Target = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Delay = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 LOAD_POLICY = "serve_app.routing.autoscaling:LoadPolicy"
-
-
-def _ray_share(number: float) -> float:
-    if 0 < number < _RAY_PRECISION:
-        raise ValueError(f"must be 0 or at least {_RAY_PRECISION}, the least that Ray reserves; got {number!r}.")
-    return number
-
-
-RayShare = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_ray_share)]
-"""CPUs or GPUs, as Ray can reserve them."""

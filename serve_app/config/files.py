@@ -1,7 +1,7 @@
 """Reads configuration files and arguments, and names what is wrong in them."""
 
 import errno
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +14,27 @@ from serve_app.config.serve_file import ServeFile
 from speculative.errors import ConfigError
 
 
-def load_config(
-    path: Path | str, origin: str | None = None, *, change: Callable[[Any], None] | None = None
-) -> ServeFile:
-    """Read and check the application's YAML file.
-
-    Args:
-        path: of the file.
-        origin: names it in messages, instead of its path.
-        change: called with what the file holds, before that is checked.
+def load_config(path: Path | str, origin: str | None = None) -> ServeFile:
+    """Read and check the application's YAML file; `origin` names it in messages, instead of its path.
 
     Raises:
         ConfigError: as of `read_file`.
     """
-    data = _read_yaml(path)
-    if change is not None:
-        change(data)
+    return check_file(read_yaml(path), origin or path)
+
+
+def check_file(data: Any, origin: Path | str) -> ServeFile:
+    """Check what an application's file holds.
+
+    Raises:
+        ConfigError: as of `check_data`.
+    """
     if isinstance(data, Mapping) and data and data.keys() <= AppConfig.model_fields.keys():
         raise ConfigError(
-            f"{origin or path}: settings of the model ({', '.join(data)}) stand at the top; put them under "
+            f"{origin}: settings of the model ({', '.join(data)}) stand at the top; put them under "
             "applications[0].args, as in the file that `truespec config show MODEL` writes."
         )
-    return check_data(data, ServeFile, origin or path)
+    return check_data(data, ServeFile, origin)
 
 
 def read_file(path: Path | str, kind: type[SomeModel]) -> SomeModel:
@@ -44,7 +43,7 @@ def read_file(path: Path | str, kind: type[SomeModel]) -> SomeModel:
     Raises:
         ConfigError: the file cannot be read, is not YAML, or a field is wrong; one line `file: field: message` a fault.
     """
-    return check_data(_read_yaml(path), kind, path)
+    return check_data(read_yaml(path), kind, path)
 
 
 def check_data(data: Any, kind: type[SomeModel], origin: Path | str) -> SomeModel:
@@ -59,7 +58,8 @@ def check_data(data: Any, kind: type[SomeModel], origin: Path | str) -> SomeMode
         raise ConfigError("\n".join(f"{origin}: {line}" for line in _faults(error))) from error
 
 
-def _read_yaml(path: Path | str) -> Any:
+def read_yaml(path: Path | str) -> Any:
+    """Read a YAML file. Raises ConfigError: it cannot be read, or is not YAML."""
     try:
         return yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:

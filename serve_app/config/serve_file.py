@@ -126,3 +126,7 @@ class ServeFile(Section):
     def application(self) -> Application:
         """The one application of the file."""
         return self.applications[0]
+
+    def with_args(self, args: AppConfig) -> "ServeFile":
+        """The file with other settings of the application."""
+        return self.model_copy(update={"applications": [self.application.model_copy(update={"args": args})]})

@@ -7,11 +7,13 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from deploy.cli.application import ServeTarget, application_of
 from deploy.cli.console import CONFIGS
 from deploy.cli.main import main
 from deploy.run.demo import Service, curl_line
-from deploy.run.own_model import BASE, OwnModel, own_application
-from deploy.run.preflight import chats, tokenizer_here
+from deploy.run.machine import Machine
+from deploy.run.own_model import BASE, OwnModel
+from deploy.run.preflight import check_machine
 from serve_app.config.app_config import AppConfig
 from serve_app.config.files import load_config
 from speculative.errors import ConfigError
@@ -19,7 +21,7 @@ from tests.support.tiny_models import write_tiny_model
 
 
 def args_of(source: str = "org/model", **placed: object) -> AppConfig:
-    return own_application(OwnModel(source, **placed)).application.args  # type: ignore[arg-type]
+    return application_of(ServeTarget(OwnModel(source, **placed))).application.args  # type: ignore[arg-type]
 
 
 def refused(*line: str) -> str:
@@ -106,13 +108,14 @@ def test_a_base_model_is_tried_with_a_text(tmp_path: Path) -> None:
     config = json.loads(file.read_text())
     config.pop("chat_template", None)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
-    service = Service("http://localhost:1", "base")
-    with service.client:
-        for template, path in ((None, "v1/completions"), ("{{ messages[0].content }}", "v1/chat/completions")):
-            file.write_text(json.dumps(config if template is None else config | {"chat_template": template}))
-            line = curl_line(service, chats=chats(tokenizer_here(args_of(str(folder)))))
-            assert f"/{path} " in line and ('"messages"' in line) == ("chat" in path)
-    assert chats(tokenizer_here(args_of(str(tmp_path / "on" / "another" / "node"))))
+    for template, path in ((None, "v1/completions"), ("{{ messages[0].content }}", "v1/chat/completions")):
+        file.write_text(json.dumps(config if template is None else config | {"chat_template": template}))
+        found = check_machine(args_of(str(folder)), Machine.here())
+        service = Service("http://localhost:1", "base", found.tokenizer)
+        with service.client:
+            line = curl_line(service)
+        assert f"/{path} " in line and ('"messages"' in line) == ("chat" in path)
+    assert check_machine(args_of(str(tmp_path / "on" / "another" / "node")), Machine.here()).tokenizer is None
 
 
 WRONG = {

@@ -182,8 +182,7 @@ def _by(file: ServeFile, route: str) -> ServeFile:
     if route != _ROUTED:
         recovery = args.recovery.model_copy(update={"resume": False})
         args = args.model_copy(update={"pools": args.pools.model_copy(update={"router": None}), "recovery": recovery})
-    application = file.application.model_copy(update={"args": args})
-    return file.model_copy(update={"applications": [application], "proxy_location": "EveryNode"})
+    return file.with_args(args).model_copy(update={"proxy_location": "EveryNode"})
 
 
 @contextlib.contextmanager
