@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dashboards import shell
 from dashboards.alerts import MAY_BE_WRONG, Alert
 from dashboards.build import ALERTS, GEN_AI_NAMES, VLLM_NAMES
-from serve_app.referee.strata import STRATA
+from serve_app.referee.judge.strata import STRATA
 from serve_app.telemetry.metric_names import CATALOGUE, COMMON_LABELS, COMMON_MEANINGS, PREFIX, REPLICA_LABEL, Meaning
 from speculative.stats import CHECKS
 

@@ -17,9 +17,9 @@ from ray.exceptions import RayTaskError
 from safetensors.torch import save
 
 from serve_app.backends.base import PauseMode
+from serve_app.cluster.desired_state import Outcome
+from serve_app.cluster.weight_transfer import digest_of
 from serve_app.deployments.controller_client import Pending, RemoteTransfers, controller_handle
-from serve_app.weights.desired_state import Outcome
-from serve_app.weights.transfer import digest_of
 from speculative.errors import TruespecError
 
 R = TypeVar("R")

@@ -116,7 +116,7 @@ def _routing(config: AppConfig, name: PoolName) -> dict[str, Any]:
         else ("DecodeRouter", {"max_num_seqs": engine.max_num_seqs})
     )
     router = RequestRouterConfig(
-        request_router_class=f"serve_app.routing.replica_router:{chosen}",
+        request_router_class=f"serve_app.cluster.replica_router:{chosen}",
         request_router_kwargs=needs,
         request_routing_stats_period_s=routing.period_s,
     )

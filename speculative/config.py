@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from speculative.lookup.registry import read_options, registered
+from speculative.draft_tree import rows_of_levels
+from speculative.drafters import read_options, registered
 from speculative.lookup.suffix import SuffixOptions
 from speculative.options import OptionError, Options, SomeOptions, option
-from speculative.state.draft_tree import rows_of_levels
 
 _log = logging.getLogger("truespec.config")
 

@@ -14,8 +14,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from speculative.arithmetic import Arithmetic, arithmetic_of
-from speculative.cache.kv_cache import KVCache, KVShape
 from speculative.config import EngineConfig, why_no_triton
 from speculative.drafting.base import Drafter, NoDrafter
 from speculative.drafting.cpu_loop import FusedDraftLoop
@@ -23,8 +21,9 @@ from speculative.drafting.draft_sampler import DraftSampler
 from speculative.drafting.neural_drafter import DraftModel, ModelDrafter
 from speculative.drafting.tree_drafter import TreeDrafter
 from speculative.drafting.weightless import make_weightless
+from speculative.drafting.weights import Weights, load_weights, longest_sequence
 from speculative.errors import ConfigError, EngineFault, HandoffRefused, InvalidRequest, SequenceTooLong
-from speculative.handoff import Blob, ComputedTokenState, Manifest, allocate_blob, decode_state, seal
+from speculative.model.arithmetic import Arithmetic, arithmetic_of
 from speculative.model.attention import prepare_by
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
@@ -34,17 +33,18 @@ from speculative.scheduling.draft_length import make_draft_length
 from speculative.scheduling.scheduler import Scheduler
 from speculative.selfcheck.monitor import SelfCheck
 from speculative.state.batch import Batch, StepOutcome
+from speculative.state.handoff import Blob, ComputedTokenState, Manifest, allocate_blob, decode_state, seal
+from speculative.state.kv_cache import KVCache, KVShape
 from speculative.state.sequence import Phase, Sequence
 from speculative.state.token_constraint import ConstraintMaker, TokenConstraint
 from speculative.stats import EngineUsage, StepStats
 from speculative.step.checked_sampler import CheckedSampler
 from speculative.step.eager_step import EagerStep
 from speculative.step.executor import StepExecutor
+from speculative.step.kernel_ops import choose_ops
 from speculative.step.prompt_scorer import PromptScorer
 from speculative.step.runner import ModelRunner
 from speculative.step.sampler import Sampler
-from speculative.vocabulary.kernel_ops import choose_ops
-from speculative.weights import Weights, load_weights, longest_sequence
 
 
 class EngineCore:

@@ -18,31 +18,33 @@ PACKAGES = ("speculative", "serve_app", "dashboards", "deploy", "tools")
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
-def rooms_of(package: str) -> list[str]:
-    """The rooms of a package as the page lists them, lowest first: a package or a single module each."""
+def rooms_of(package: str) -> list[list[str]]:
+    """The rooms of a package as the page lists them, lowest first, each with its folders and single modules."""
     table = PAGE.partition(f"**`{package}/`**\n")[2].partition("\n\n**")[0].partition("\n\n## ")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    return [name.rstrip("/") for row in rows for name in re.findall("`([a-z_/]+)`", row)]
+    return [[name.rstrip("/") for name in re.findall("`([a-z_/]+)`", row)] for row in rows]
 
 
 # A module imports its own room and those below it. `tools` is for who develops truespec, in a checkout: no wheel and no
 # image has it, and no other package imports it.
 ROOMS = {package: rooms_of(package) for package in ("speculative", "serve_app", "deploy", "tools")}
+ROOMS["serve_app.referee"] = [["judge"], ["wire"], ["records"], ["book"]]
+MOST_ROOMS = {"speculative": 12, "serve_app": 12, "deploy": 7, "tools": 7, "serve_app.referee": 4}
 # What the server may know of the engine: plain values, without torch.
 LEAVES = {
     f"speculative.{name}"
     for name in (
         "request",
         "config",
-        "end_tokens",
         "options",
         "stats",
         "errors",
+        "model.end_tokens",
         "model.file_names",
         "model.forms",
-        "cache.prefix",
+        "state.prefix",
         "lookup.ngram",
-        "lookup.registry",
+        "drafters",
         "lookup.suffix",
         "sampling.logprob_checks",
         "selfcheck.eprocess",
@@ -56,16 +58,16 @@ WITH_TORCH = {
     "serve_app.backends.torch_backend",
     "serve_app.backends.vllm_backend",
     "serve_app.backends.vllm_parts",
-    "serve_app.referee.transformers_model",
+    "serve_app.referee.book.transformers_model",
 }
 
 # Whose modules (a package stands for all in it) may import a library or one of our packages; `tools` may import all.
 OWNERS = {
     "aiohttp": {"deploy.watch"},
     "click": {"deploy"},
-    "cryptography": {"serve_app.referee.signatures"},
+    "cryptography": {"serve_app.referee.records.signatures"},
     "ctypes": {"speculative.kernels"},
-    "fastapi": {"serve_app.http", "serve_app.page.page_routes", "deploy.watch.app"},
+    "fastapi": {"serve_app.http", "serve_app.http.page.page_routes", "deploy.watch.app"},
     "gguf": {"speculative.model"},
     "grafana_api": {"dashboards.push"},
     "jsonschema": {"serve_app.referee.wire.structure"},
@@ -76,19 +78,19 @@ OWNERS = {
     "opentelemetry": {"serve_app.telemetry.tracing", "serve_app.streams.spans"},
     "prometheus_client": {"serve_app.telemetry", "deploy.watch.probes.numbers"},
     "pydantic": {
-        "serve_app.access.keys",
+        "serve_app.http.access.keys",
         "serve_app.config",
         "serve_app.http",
-        "serve_app.referee.receipts",
+        "serve_app.referee.records.receipts",
         "serve_app.openai",
     },
     "pytest": set(),
     "ray": {
         "serve_app.app",
         "serve_app.deployments",
-        "serve_app.routing",
+        "serve_app.cluster",
         "serve_app.telemetry.metrics",
-        "serve_app.transport.nixl",
+        "serve_app.cluster.nixl",
         "deploy",
     },
     "regex": {"serve_app.referee.wire.structure"},
@@ -106,17 +108,17 @@ OWNERS = {
         "serve_app.backends.rehearsed_fault",
         "serve_app.backends.torch_backend",
         "serve_app.backends.vllm_parts.cpu_layouts",  # in vLLM's worker processes
-        "serve_app.referee.transformers_model",
+        "serve_app.referee.book.transformers_model",
         "serve_app.backends.vllm_parts.block_sums",
         "serve_app.backends.vllm_parts.connector",
-        "serve_app.transport.nixl",
+        "serve_app.cluster.nixl",
         "deploy",
     },
     "transformers": {
         "serve_app.backends.vllm_parts.checkpoint",
         "serve_app.text.tokenizer",
         "speculative.model.loading",
-        "serve_app.referee.transformers_model",
+        "serve_app.referee.book.transformers_model",
     },
     "vllm": {"serve_app.backends.vllm_backend", "serve_app.backends.vllm_parts"},
     "xxhash": {"speculative"},
@@ -128,7 +130,7 @@ OWNERS = {
 }
 # What a module does not load, for those who have not installed it or have no time for it.
 UNLOADED = {
-    "serve_app.referee.judgement": {"ray", "torch", "fastapi", "prometheus_client"},
+    "serve_app.referee.judge.judgement": {"ray", "torch", "fastapi", "prometheus_client"},
     "deploy.watch.proxy": {"ray", "torch"},
     "deploy.watch.referee": {"ray"},
     "serve_app.backends.torch_backend": {"speculative.gpu"},  # of which an engine on a CPU runs nothing
@@ -165,10 +167,6 @@ def within(module: str, places: set[str]) -> bool:
     return any(module == place or module.startswith(f"{place}.") for place in places)
 
 
-def room(module: str) -> str:
-    return ".".join(module.split(".")[:2])
-
-
 def test_libraries_and_packages_have_their_owners() -> None:
     strangers = [
         f"{module} may not import {name}; OWNERS names who may"
@@ -181,16 +179,37 @@ def test_libraries_and_packages_have_their_owners() -> None:
 
 @for_each(ROOMS)
 def test_a_room_imports_only_rooms_below_it(package: str) -> None:
-    order = {f"{package}.{name}": place for place, name in enumerate(ROOMS[package])}
+    def part(module: str) -> str:
+        return module.removeprefix(f"{package}.").split(".")[0]
+
+    order = {name: place for place, names in enumerate(ROOMS[package]) for name in names}
     own = {module: {name for name in imports(module) if name in TREES} for module in TREES if within(module, {package})}
-    assert {room(module) for module in own} - {package} == order.keys(), "the page lists every room, and no other"
+    assert {part(module) for module in own} - {package.split(".")[0]} == order.keys(), "the page lists every room"
+    assert len(ROOMS[package]) <= MOST_ROOMS[package]
     upward = [
         f"{module} imports {name}"
         for module, names in own.items()
         for name in names
-        if within(name, {package}) and order.get(room(name), 0) > order.get(room(module), 0)
+        if within(name, {package}) and order.get(part(name), 0) > order.get(part(module), 0)
     ]
     assert not upward, "\n".join(upward)
+
+
+def test_other_rooms_use_of_the_referee_what_it_says() -> None:
+    parts = [name for [name] in ROOMS["serve_app.referee"]]
+    opened = {
+        f"serve_app.referee.{part}.{name}"
+        for part in parts
+        for name in re.findall("`([a-z_]+)`", ast.get_docstring(TREES[f"serve_app.referee.{part}"]) or "")
+    }
+    used = {
+        name: module
+        for module in TREES
+        if not within(module, {"serve_app.referee", "tools"})
+        for name in imports(module)
+        if within(name, {"serve_app.referee"})
+    }
+    assert used.keys() == opened, {name: used.get(name) for name in used.keys() ^ opened}
 
 
 def test_what_the_server_knows_of_the_engine_needs_no_torch() -> None:
@@ -221,7 +240,7 @@ def test_the_server_sees_only_the_leaves_of_the_engine() -> None:
 
 def test_dashboards_know_the_catalogues_of_the_server_alone() -> None:
     names = {name for module in TREES if within(module, {"dashboards"}) for name in imports(module)}
-    catalogues = {"serve_app.telemetry.metric_names", "serve_app.referee.strata"}
+    catalogues = {"serve_app.telemetry.metric_names", "serve_app.referee.judge.strata"}
     assert {name for name in names if within(name, {"serve_app"})} <= catalogues
 
 

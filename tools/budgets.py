@@ -7,8 +7,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("speculative", "serve_app", "deploy", "dashboards")
-CORE = ("cache", "state", "sampling", "verification", "scheduling", "step")
-"""Folders of `speculative/` between a request and its tokens; the modules beside them are of the core too."""
+CORE = (
+    *("*.py", "state/*.py", "sampling/*.py", "scheduling/*.py", "step/*.py"),
+    *("drafting/weights.py", "model/arithmetic.py", "model/end_tokens.py"),
+)
+"""What lies in `speculative/` between a request and its tokens."""
 
 _GENERATED_PAGE = re.compile(r"(<!-- )?Made by `|^<!-- Made by ", re.M)
 _GENERATED_BLOCK = re.compile(r"^<!-- (?!end of)[^>]*: [^>]*-->\n.*?^<!-- end of [^>]*-->$", re.M | re.S)
@@ -21,8 +24,7 @@ def lines(files: Iterable[Path]) -> int:
 
 def core_modules() -> list[Path]:
     """The modules of the core engine."""
-    engine = ROOT / "speculative"
-    return [*engine.glob("*.py"), *(file for room in CORE for file in (engine / room).glob("*.py"))]
+    return [file for pattern in CORE for file in (ROOT / "speculative").glob(pattern)]
 
 
 def words(page: str) -> int:

@@ -119,7 +119,7 @@ def complete_chart(to: Path, registry: str, source: str, root: Path = ROOT) -> N
             raise ReleaseError(f"values.yaml has no {name} to fill in.")
     values.write_text(text, encoding="utf-8")
     chart = yaml.safe_load((to / "Chart.yaml").read_text(encoding="utf-8"))
-    icon = f"{source}/raw/v{number}/serve_app/page/static/icon.svg"
+    icon = f"{source}/raw/v{number}/serve_app/http/page/static/icon.svg"
     chart |= {"home": source, "sources": [source], "icon": icon}
     images = [{"name": f"truespec{kind}", "image": f"{image}:{number}{kind}"} for kind in ("", "-cpu", "-vllm")]
     links = [{"name": "changes", "url": f"{source}/blob/v{number}/CHANGELOG.md"}]

@@ -213,8 +213,8 @@ def _set_flag(data: Any, flag: str, value: Any) -> None:
 
 def _keys_file(keys: Iterable[str]) -> Path:
     """A file of these keys, which is gone when this process ends."""
-    from serve_app.access.access import Scope
-    from serve_app.access.keys import create_key
+    from serve_app.http.access.access import Scope
+    from serve_app.http.access.keys import create_key
 
     folder = Path(tempfile.mkdtemp(prefix="truespec-keys-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

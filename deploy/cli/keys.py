@@ -8,8 +8,8 @@ from rich.table import Table
 
 from deploy.cli.console import MainGroup, a_file, err, out
 from deploy.options import FiniteRange
-from serve_app.access.access import Scope
-from serve_app.access.keys import Key, create_key, read_keys, revoke_key
+from serve_app.http.access.access import Scope
+from serve_app.http.access.keys import Key, create_key, read_keys, revoke_key
 
 _FILE = click.option("--file", type=a_file, required=True, help="The file of keys, as in access.keys_file.")
 

@@ -54,8 +54,8 @@ async def _check(
     from deploy.run.replied import replied_in
     from deploy.run.verify import Verifier
     from serve_app.config.files import why_unread
-    from serve_app.referee.receipts import Receipt, receipts_in
-    from serve_app.referee.signatures import PublicKey
+    from serve_app.referee.records.receipts import Receipt, receipts_in
+    from serve_app.referee.records.signatures import PublicKey
 
     try:
         with click.open_file(str(path), encoding="utf-8") as file:
@@ -103,7 +103,7 @@ async def _check_one(verifier: Any, receipt: Any, replied: Any, which: str, as_j
 
 def _read(content: Any) -> Any:
     """A receipt, or why it is none."""
-    from serve_app.referee.receipts import NotAReceipt, read_receipt
+    from serve_app.referee.records.receipts import NotAReceipt, read_receipt
 
     try:
         return read_receipt(content)

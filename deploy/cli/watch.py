@@ -130,7 +130,7 @@ def _referee_options(options: dict[str, Any], **own: Any) -> tuple[Any, Any]:
     from deploy.run.replayers import ReplayerOptions
     from deploy.watch.referee import RefereeOptions
     from serve_app.backends.base import PRECISIONS
-    from serve_app.referee.tolerance import Tolerance
+    from serve_app.referee.judge.tolerance import Tolerance
 
     defaults = dict(_default(text) for text in options["defaults"])
     if options["tolerance"] is not None and options["precision"] is not None:

@@ -17,25 +17,25 @@ import torch
 
 from deploy.run.machine import Machine
 from deploy.run.models import find_model, model_here
-from serve_app.access.access import read_token
-from serve_app.access.keys import read_keys
 from serve_app.config.app_config import AppConfig
 from serve_app.config.base import PoolName
-from serve_app.referee.signatures import SigningKey
+from serve_app.http.access.access import read_token
+from serve_app.http.access.keys import read_keys
+from serve_app.referee.records.signatures import SigningKey
 from serve_app.text.tokenizer import Tokenizer
 from speculative.config import EngineConfig, why_no_triton
 from speculative.drafting.draft_model import drafted_ids
-from speculative.end_tokens import read_json
+from speculative.drafting.weights import longest_sequence
 from speculative.errors import ConfigError, TruespecError
 from speculative.model.catalogue import Progress
 from speculative.model.config import ModelConfig
 from speculative.model.eagle3 import Eagle3Config
+from speculative.model.end_tokens import read_json
 from speculative.model.file_names import LOWER_FILES, TOP_FILES
 from speculative.model.forms import rounded_form
 from speculative.model.head_checkpoint import read_held_out_rates
 from speculative.model.loading import check_weights, checkpoint_files, choose_weights
 from speculative.model.tensor_files import check_tensors, read_header
-from speculative.weights import longest_sequence
 
 _PLACE = "applications[0].args"
 _GIB = 2**30

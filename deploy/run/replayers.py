@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 from serve_app.backends.base import Backend, ModelInfo, Replayed
 from serve_app.backends.torch_backend import TorchBackend
-from serve_app.referee.replayer import Replayer
+from serve_app.referee.book.replayer import Replayer
 from speculative.config import DrafterConfig, EngineConfig, WeightsName
 from speculative.errors import EngineFault
 from speculative.model.config import ModelConfig
@@ -58,7 +58,7 @@ class LoadedReplayer(Replayer, Protocol):
 def make_replayer(options: ReplayerOptions) -> LoadedReplayer:
     """The replayer of these options in this process, not yet started."""
     if options.engine == "transformers":
-        from serve_app.referee.transformers_model import TransformersReplayer  # imports transformers' models
+        from serve_app.referee.book.transformers_model import TransformersReplayer  # imports transformers' models
 
         form = options.quantization or "plain"
         return TransformersReplayer(options.folder, options.max_model_len, options.threads, form)

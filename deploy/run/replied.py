@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from serve_app.referee.receipts import NotAReceipt, Receipt
+from serve_app.referee.records.receipts import NotAReceipt, Receipt
 from serve_app.referee.wire.reply import Choice, Reply, Unreadable
 from serve_app.text.tokenizer import Tokenizer
 

@@ -15,13 +15,20 @@ from typing import Any, Literal
 from deploy.run.replayers import LoadedReplayer, ReplayerOptions, make_replayer
 from deploy.run.replied import Replied
 from serve_app.backends.base import PRECISIONS, Replayed, precision_of
-from serve_app.referee.detectors import distribution_alarm, why_shifted
-from serve_app.referee.draws import NOT_REPLAYED, DrawResult, DrawsChecked, DrawTolerance, check_draws, placement_checks
-from serve_app.referee.drift import TokenDrift, request_drifted, tme_of
-from serve_app.referee.receipts import Receipt, on_one_line, wrong_ending, wrong_rounds
-from serve_app.referee.shift import moves_of
-from serve_app.referee.signatures import PublicKey
-from serve_app.referee.tolerance import Tolerance
+from serve_app.referee.judge.detectors import distribution_alarm, why_shifted
+from serve_app.referee.judge.draws import (
+    NOT_REPLAYED,
+    DrawResult,
+    DrawsChecked,
+    DrawTolerance,
+    check_draws,
+    placement_checks,
+)
+from serve_app.referee.judge.drift import TokenDrift, request_drifted, tme_of
+from serve_app.referee.judge.shift import moves_of
+from serve_app.referee.judge.tolerance import Tolerance
+from serve_app.referee.records.receipts import Receipt, on_one_line, wrong_ending, wrong_rounds
+from serve_app.referee.records.signatures import PublicKey
 from serve_app.text.answer_text import AnswerText
 from serve_app.text.tokenizer import StopMatcher, StopStrings, Tokenizer
 from speculative.errors import ConfigError

@@ -15,7 +15,7 @@ from deploy.watch.probes.desk import AT_ONCE, SEED, Desk
 from deploy.watch.probes.trial import PROBES, Probe, ProbeFinding, ProbeOutcome, ProbeVerdict, Stopped, Trial
 from deploy.watch.referee import Referee, RefereeOptions
 from deploy.watch.run import running_referee
-from serve_app.referee.verdicts import Checked, Verdict
+from serve_app.referee.judge.verdicts import Checked, Verdict
 from serve_app.referee.wire.exchange import Exchange
 from serve_app.text.tokenizer import Tokenizer
 from speculative.request import EXAMPLES

@@ -26,9 +26,9 @@ import numpy as np
 from deploy.exchange.client import Attempt, Client, ServiceError
 from deploy.exchange.prompts import KINDS, read_texts
 from deploy.reports.progress import View
-from serve_app.referee.shift import move_of_log_odds
-from serve_app.referee.tolerance import Tolerance
-from serve_app.referee.transformers_model import TransformersModel
+from serve_app.referee.book.transformers_model import TransformersModel
+from serve_app.referee.judge.shift import move_of_log_odds
+from serve_app.referee.judge.tolerance import Tolerance
 from serve_app.referee.wire.alternatives import tokens_by_text
 from serve_app.referee.wire.reply import Candidate
 from serve_app.text.tokenizer import Tokenizer

@@ -12,19 +12,19 @@ from typing import Any
 from deploy.run.replayers import LoadedReplayer
 from serve_app.backends.base import ModelInfo, Replayed
 from serve_app.guard.referee_counts import RefereeCounts, count_controls
-from serve_app.page.history import by_label
-from serve_app.referee.answer import Answer
-from serve_app.referee.controls import Controls
-from serve_app.referee.detectors import Alarm, by_stratum
-from serve_app.referee.drift import TokenDrift
-from serve_app.referee.found import Side
-from serve_app.referee.judgement import Judge, Judgement, as_processed
-from serve_app.referee.measures import Measures, Windows
-from serve_app.referee.replay_checker import ReplayChecker
-from serve_app.referee.replica_book import Case, ReplicaBook
-from serve_app.referee.strata import WATCHED_STRATA
-from serve_app.referee.tolerance import Tolerance
-from serve_app.referee.verdicts import Checked, Verdict
+from serve_app.http.page.history import by_label
+from serve_app.referee.book.controls import Controls
+from serve_app.referee.book.replay_checker import ReplayChecker
+from serve_app.referee.book.replica_book import Case, ReplicaBook
+from serve_app.referee.judge.answer import Answer
+from serve_app.referee.judge.detectors import Alarm, by_stratum
+from serve_app.referee.judge.drift import TokenDrift
+from serve_app.referee.judge.found import Side
+from serve_app.referee.judge.judgement import Judge, Judgement, as_processed
+from serve_app.referee.judge.measures import Measures, Windows
+from serve_app.referee.judge.strata import WATCHED_STRATA
+from serve_app.referee.judge.tolerance import Tolerance
+from serve_app.referee.judge.verdicts import Checked, Verdict
 from serve_app.referee.wire.exchange import Exchange, ExchangeBatch
 from serve_app.referee.wire.reader import ExchangeReader
 from serve_app.referee.wire.reply import Unreadable

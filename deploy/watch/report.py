@@ -11,9 +11,9 @@ from deploy.watch import sentences
 from deploy.watch.faults import ADVICE, Finding, by_test, faults, side_of
 from deploy.watch.probes.trial import ProbeVerdict
 from deploy.watch.sentences import NOTHING, Report, count, measured, moment, number, plain
-from serve_app.referee.found import meaning_of
-from serve_app.referee.strata import STRATA
-from serve_app.referee.tolerance import Tolerance
+from serve_app.referee.judge.found import meaning_of
+from serve_app.referee.judge.strata import STRATA
+from serve_app.referee.judge.tolerance import Tolerance
 from serve_app.telemetry.metric_names import DISTRIBUTIONS, READ_RESULTS, REPLAY_RESULTS, VERDICTS, WATCHED_RESULTS
 from speculative.request import SURPRISAL_CLIP_NATS
 

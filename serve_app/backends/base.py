@@ -443,7 +443,7 @@ class Backend(Protocol):
         ...
 
     def cached_blocks(self, most: int) -> list[bytes]:
-        """Names of the blocks in the prefix cache (`speculative.cache.prefix`), the newest last, at most so many."""
+        """Names of the blocks in the prefix cache (`speculative.state.prefix`), the newest last, at most so many."""
         ...
 
     def take_stats(self) -> StepStats:

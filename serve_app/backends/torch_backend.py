@@ -31,11 +31,12 @@ from serve_app.backends.base import (
 )
 from serve_app.errors import dead_end
 from serve_app.text.grammar import StructureCompiler
-from speculative.arithmetic import device_name
 from speculative.config import EngineConfig
+from speculative.drafting.weights import Weights, check_same_model, load_weights
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError, EngineFault
 from speculative.model.applied import digests
+from speculative.model.arithmetic import device_name
 from speculative.model.config import ModelConfig
 from speculative.model.file_names import QUANTIZED_FILE
 from speculative.model.forms import ROUNDED_FORMS
@@ -44,7 +45,6 @@ from speculative.model.loading import choose_weights, resolve_model
 from speculative.request import FinishReason, Request, Speculation, TokenDelta
 from speculative.stats import DEAD_END, CheckState, EngineUsage, StepStats
 from speculative.warm_up import warm_up
-from speculative.weights import Weights, check_same_model, load_weights
 
 _logger = logging.getLogger("truespec.engine")
 

@@ -42,8 +42,8 @@ from speculative.config import (
     EngineSettings,
     drafter_kinds,
 )
+from speculative.drafters import registered
 from speculative.errors import ConfigError
-from speculative.lookup.registry import registered
 from speculative.options import Option, option, options_of
 from speculative.request import Request
 

@@ -141,4 +141,4 @@ class Section(BaseModel):
 
 Target = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Delay = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-LOAD_POLICY = "serve_app.routing.autoscaling:LoadPolicy"
+LOAD_POLICY = "serve_app.cluster.autoscaling:LoadPolicy"

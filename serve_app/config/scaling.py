@@ -70,7 +70,7 @@ class AutoscalingSection(_Scaling):
 class ServePolicySection(Section):
     """A policy in Ray Serve's words."""
 
-    policy_function: Literal["serve_app.routing.autoscaling:LoadPolicy"]
+    policy_function: Literal["serve_app.cluster.autoscaling:LoadPolicy"]
     """Scales by load."""
     policy_kwargs: dict[str, dict[str, Annotated[float, Field(strict=False)]]]
     """`targets`: what a replica should have at most of `backlog_s` (prefill), `kv_usage` and `running_share`."""

@@ -14,6 +14,8 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.backends.base import Replayed
+from serve_app.cluster.weight_coordinator import WeightCoordinator
+from serve_app.cluster.weight_transfer import Transfers
 from serve_app.config.app_config import AppConfig
 from serve_app.deployments.controller_client import ANSWERED
 from serve_app.deployments.pool_states import watch_pools
@@ -23,25 +25,23 @@ from serve_app.deployments.runtime import REPORT_EVERY_S, observe
 from serve_app.guard.heartbeat import Report
 from serve_app.guard.referee_counts import RefereeCounts, count_controls, count_independent
 from serve_app.guard.replica_registry import ReplicaRegistry
+from serve_app.http.page.status import StatusBook
 from serve_app.openai.responses.kept_responses import ResponseStore
-from serve_app.page.status import StatusBook
-from serve_app.referee.answer import Answer
-from serve_app.referee.controls import Controls
-from serve_app.referee.coverage import Coverage
-from serve_app.referee.detectors import Alarm
-from serve_app.referee.dumps import DumpFolder
-from serve_app.referee.independent_checks import IndependentChecks
-from serve_app.referee.judgement import Judge
-from serve_app.referee.known_numerics import KnownNumerics
-from serve_app.referee.replay_checker import ReplayChecker
-from serve_app.referee.replica_book import ReplicaBook
-from serve_app.referee.strata import SERVED_STRATA
-from serve_app.referee.tolerance import ServiceTolerances, Tolerance
-from serve_app.referee.verdicts import Checked
+from serve_app.referee.book.controls import Controls
+from serve_app.referee.book.dumps import DumpFolder
+from serve_app.referee.book.independent_checks import IndependentChecks
+from serve_app.referee.book.replay_checker import ReplayChecker
+from serve_app.referee.book.replica_book import ReplicaBook
+from serve_app.referee.judge.answer import Answer
+from serve_app.referee.judge.detectors import Alarm
+from serve_app.referee.judge.judgement import Judge
+from serve_app.referee.judge.known_numerics import KnownNumerics
+from serve_app.referee.judge.strata import SERVED_STRATA
+from serve_app.referee.judge.tolerance import ServiceTolerances, Tolerance
+from serve_app.referee.judge.verdicts import Checked
+from serve_app.referee.records.coverage import Coverage
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from serve_app.telemetry.tracing import Carried, adopt, carried
-from serve_app.weights.coordinator import WeightCoordinator
-from serve_app.weights.transfer import Transfers
 from speculative.errors import EngineFault
 from speculative.request import Request
 

@@ -15,17 +15,17 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from serve_app.cluster.weight_coordinator import WeightCoordinator
+from serve_app.cluster.weight_transfer import Transfers
 from serve_app.deployments.remote_errors import answered, uncancelled
 from serve_app.deployments.replica_reports import ReplicaReports
 from serve_app.guard.replica_registry import ReplicaRegistry
+from serve_app.http.page.status import StatusBook
 from serve_app.openai.responses.kept_responses import ResponseStore
-from serve_app.page.status import StatusBook
-from serve_app.referee.replay_checker import ReplayChecker
-from serve_app.referee.verdicts import VerdictBook
+from serve_app.referee.book.replay_checker import ReplayChecker
+from serve_app.referee.judge.verdicts import VerdictBook
 from serve_app.telemetry.metrics import PrometheusSink
 from serve_app.telemetry.tracing import carried
-from serve_app.weights.coordinator import WeightCoordinator
-from serve_app.weights.transfer import Transfers
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -24,6 +24,11 @@ from serve_app.backends.base import Backend, ModelInfo, Replayed, ReplayFailed, 
 from serve_app.backends.rehearsed_fault import load_rehearsing
 from serve_app.backends.torch_backend import TorchBackend, load_engine
 from serve_app.backends.vllm_backend import VllmBackend
+from serve_app.cluster.autoscaling import PrefillBacklog
+from serve_app.cluster.desired_state import WeightsRef
+from serve_app.cluster.replica_router import MOST_REPORTED, reported_blocks
+from serve_app.cluster.weight_transfer import fetched
+from serve_app.cluster.weight_updater import WeightUpdater
 from serve_app.config.app_config import AppConfig
 from serve_app.config.base import PoolName
 from serve_app.deployments.gpus import given_device
@@ -34,18 +39,13 @@ from serve_app.guard.breaker_control import BreakerController
 from serve_app.guard.canary import Canary
 from serve_app.guard.heartbeat import Placed, Report
 from serve_app.guard.rehearsal import Rehearsing
-from serve_app.referee.records import Records
-from serve_app.referee.verdicts import Finished
-from serve_app.routing.autoscaling import PrefillBacklog
-from serve_app.routing.replica_router import MOST_REPORTED, reported_blocks
+from serve_app.referee.judge.verdicts import Finished
+from serve_app.referee.records.records import Records
 from serve_app.streams import spans
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.streams.resuming import own_name
 from serve_app.telemetry.tracing import Carried, adopt
 from serve_app.versions import version_of
-from serve_app.weights.desired_state import WeightsRef
-from serve_app.weights.transfer import fetched
-from serve_app.weights.updater import WeightUpdater
 from speculative.config import EngineConfig
 from speculative.errors import EngineFault
 from speculative.request import Request
@@ -177,7 +177,7 @@ class EngineHost:
         Raises:
             EngineFault: the engine is not loaded yet.
         """
-        from serve_app.referee.transformers_model import TransformersReferee  # only where it is asked for
+        from serve_app.referee.book.transformers_model import TransformersReferee  # only where it is asked for
 
         if self.updater is None:
             raise EngineFault("The replica is not started.")
@@ -203,7 +203,7 @@ class EngineHost:
         }
 
     def routing_stats(self) -> dict[str, Any]:
-        """Return what the routers of `serve_app.routing.replica_router` choose by."""
+        """Return what the routers of `serve_app.cluster.replica_router` choose by."""
         blocks = reported_blocks(self.backend.cached_blocks(MOST_REPORTED))
         return self.load() | {"blocks": blocks, "backlog_tokens": self.backlog.num_tokens}
 

@@ -8,25 +8,25 @@ from typing import Any
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from serve_app.access.access import Access, read_token
-from serve_app.access.keys import KeyStore
-from serve_app.access.request_gate import Gate
 from serve_app.backends.base import ModelInfo, Parsers, TokenSource
 from serve_app.deployments.runtime import ReplicaRuntime, Reporter
 from serve_app.errors import UnknownReplica
 from serve_app.guard.breaker import Mode
+from serve_app.http.access.access import Access, read_token
+from serve_app.http.access.keys import KeyStore
+from serve_app.http.access.request_gate import Gate
 from serve_app.http.admin import Admin, RehearsalOrder, SpeculationOrder, Statuses
+from serve_app.http.page.feed import StatusFeed
+from serve_app.http.page.page_routes import add_page
 from serve_app.http.routes import Operations, build_ingress
 from serve_app.http.vllm_routes import VllmRoutes
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.prepared_request import Limits
-from serve_app.page.feed import StatusFeed
-from serve_app.page.page_routes import add_page
-from serve_app.referee.answer import Answer
-from serve_app.referee.records import Record, Records
-from serve_app.referee.replay_selection import Checks, chosen
-from serve_app.referee.signatures import SigningKey
-from serve_app.referee.wire.own import OwnReader
+from serve_app.referee.judge.answer import Answer
+from serve_app.referee.records.own_reader import OwnReader
+from serve_app.referee.records.records import Record, Records
+from serve_app.referee.records.replay_selection import Checks, chosen
+from serve_app.referee.records.signatures import SigningKey
 from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.telemetry.tracing import Carried, adopt, carried
 from serve_app.text.tokenizer import Tokenizer

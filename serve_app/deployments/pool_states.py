@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from ray.serve.context import _get_global_client
 from ray.serve.schema import DeploymentDetails, ServeInstanceDetails
 
+from serve_app.cluster.replica_counts import PoolState, ReplicaCounts
 from serve_app.config.app_config import AppConfig
-from serve_app.routing.replica_counts import PoolState, ReplicaCounts
 from serve_app.telemetry.metrics import Metrics, Sink
 
 _logger = logging.getLogger("truespec.serve")

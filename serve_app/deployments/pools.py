@@ -17,16 +17,16 @@ from ray.actor import ActorHandle
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.backends.base import ModelInfo, Replayed, ServedWeights
+from serve_app.cluster.transports import make_transport
 from serve_app.config.app_config import AppConfig
 from serve_app.config.base import PoolName
 from serve_app.deployments.engine_host import EngineHost, make_backend
 from serve_app.deployments.http_front import HttpFront
 from serve_app.deployments.prefill_pool import PrefillReply, token_source
 from serve_app.deployments.runtime import ReplicaRuntime
-from serve_app.referee.records import Record
+from serve_app.referee.records.records import Record
 from serve_app.streams import spans
 from serve_app.telemetry.tracing import Carried, adopt
-from serve_app.transport.selection import make_transport
 from speculative.request import Request
 
 _logger = logging.getLogger("truespec.serve")

@@ -11,12 +11,12 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.backends.base import Prefilled
+from serve_app.cluster.transports import make_transport
 from serve_app.config.app_config import AppConfig
 from serve_app.deployments.engine_host import EngineHost
 from serve_app.deployments.remote_errors import own_error
 from serve_app.streams.pooled import HandoffRoom, PooledTokenSource, PoolFull, PrefillPatience, TookIn
 from serve_app.telemetry.tracing import carried
-from serve_app.transport.selection import make_transport
 from speculative.request import Request, TokenDelta
 
 _STORE_SHARE = 0.7  # of the object store, for handoffs: Ray begins to spill at 0.8

@@ -3,12 +3,12 @@
 import dataclasses
 from typing import Any
 
+from serve_app.cluster.desired_state import DesiredState
+from serve_app.cluster.weight_coordinator import WeightCoordinator
 from serve_app.guard.heartbeat import Orders, Report
 from serve_app.guard.replica_registry import ReplicaRegistry
-from serve_app.page.status import StatusBook
+from serve_app.http.page.status import StatusBook
 from serve_app.telemetry.metrics import MetricBatch, PrometheusSink
-from serve_app.weights.coordinator import WeightCoordinator
-from serve_app.weights.desired_state import DesiredState
 
 
 class ReplicaReports:

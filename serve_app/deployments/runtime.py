@@ -18,8 +18,8 @@ from ray.serve.exceptions import RayServeException
 from serve_app.config.app_config import AppConfig
 from serve_app.config.base import PoolName
 from serve_app.deployments.controller_client import ControllerClient, controller_handle
-from serve_app.referee.answer import Answer
-from serve_app.referee.verdicts import Checked
+from serve_app.referee.judge.answer import Answer
+from serve_app.referee.judge.verdicts import Checked
 from serve_app.telemetry.logs import configure as configure_logs
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.telemetry.tracing import Carried, Tracing, adopt, carried

@@ -24,7 +24,7 @@ from serve_app.deployments.pools import EngineServer
 from serve_app.deployments.prefill_pool import token_source
 from serve_app.deployments.remote_errors import own_error
 from serve_app.deployments.runtime import ReplicaRuntime, Reporter
-from serve_app.referee.records import Records
+from serve_app.referee.records.records import Records
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.streams.resuming import ReplicaLost, ResumingSource, SignsOfLife, Streamed
 from serve_app.telemetry.tracing import Carried, adopt, carried

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 
 from serve_app.config.app_config import BreakerSection
-from serve_app.referee.verdicts import Trip
+from serve_app.referee.judge.verdicts import Trip
 from speculative.request import Speculation
 
 REHEARSAL = "rehearsal"  # the reason for which a breaker is open that nothing has tripped

@@ -10,7 +10,7 @@ from serve_app.backends.base import Backend
 from serve_app.guard.breaker import REHEARSAL, Breaker, BreakerState, Mode
 from serve_app.guard.heartbeat import Orders, ReplicaStatus
 from serve_app.guard.rehearsal import Rehearsal
-from serve_app.referee.verdicts import Trip
+from serve_app.referee.judge.verdicts import Trip
 from serve_app.telemetry.metric_names import BREAKER_STATES, TRIP_REASONS
 from serve_app.telemetry.metrics import Metrics
 from speculative.errors import EngineFault

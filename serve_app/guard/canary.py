@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 
 from serve_app.backends.base import TokenSource, is_taken_in
-from serve_app.referee.answer import Answer
-from serve_app.referee.records import Records
-from serve_app.referee.verdicts import Checked, Verdict
+from serve_app.referee.judge.answer import Answer
+from serve_app.referee.judge.verdicts import Checked, Verdict
+from serve_app.referee.records.records import Records
 from speculative.errors import EngineFault, InvalidRequest, TruespecError
 from speculative.request import FinishReason, Request, SamplingParams
 

@@ -7,12 +7,12 @@ reaches the replica with the answer to its next report.
 from dataclasses import asdict, dataclass, field
 
 from serve_app.backends.base import Computing
+from serve_app.cluster.desired_state import DesiredState, WeightsStatus
 from serve_app.guard.breaker import BreakerState, Mode
 from serve_app.guard.rehearsal import Rehearsal
-from serve_app.referee.replica_book import Finding
-from serve_app.referee.verdicts import Finished, Trip
+from serve_app.referee.book.replica_book import Finding
+from serve_app.referee.judge.verdicts import Finished, Trip
 from serve_app.telemetry.metrics import MetricBatch
-from serve_app.weights.desired_state import DesiredState, WeightsStatus
 from speculative.stats import CheckState
 
 

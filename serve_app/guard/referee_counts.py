@@ -4,14 +4,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from serve_app.backends.base import Replayed
-from serve_app.referee.answer import Answer
-from serve_app.referee.controls import CONTROL_CHANGES, CONTROL_RESULTS, ControlChange, ControlResult
-from serve_app.referee.detectors import Alarm, SeenToken, by_stratum, drifts_of
-from serve_app.referee.independent_checks import IndependentResult
-from serve_app.referee.judgement import Judgement, Judging
-from serve_app.referee.replay_checker import ReplayChecker, ReplayResult
-from serve_app.referee.replica_book import Case
-from serve_app.referee.verdicts import Checked, Distribution, Verdict
+from serve_app.referee.book.controls import CONTROL_CHANGES, CONTROL_RESULTS, ControlChange, ControlResult
+from serve_app.referee.book.independent_checks import IndependentResult
+from serve_app.referee.book.replay_checker import ReplayChecker, ReplayResult
+from serve_app.referee.book.replica_book import Case
+from serve_app.referee.judge.answer import Answer
+from serve_app.referee.judge.detectors import Alarm, SeenToken, by_stratum, drifts_of
+from serve_app.referee.judge.judgement import Judgement, Judging
+from serve_app.referee.judge.verdicts import Checked, Distribution, Verdict
 from serve_app.telemetry.metric_names import INDEPENDENT_RESULTS, MAX_ANSWERING, REPLAY_ALARMS
 from serve_app.telemetry.metrics import Metrics
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve_app.guard.canary import Canary
-from serve_app.referee.verdicts import REHEARSED, Verdict
+from serve_app.referee.judge.verdicts import REHEARSED, Verdict
 from speculative.errors import EngineFault
 from speculative.request import Request, SamplingParams
 

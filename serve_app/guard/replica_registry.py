@@ -9,8 +9,8 @@ from typing import Any
 from serve_app.guard.breaker import BreakerState, Mode
 from serve_app.guard.heartbeat import Orders, Report
 from serve_app.guard.referee_counts import RefereeCounts
-from serve_app.referee.incidents import IncidentKind
-from serve_app.referee.replica_book import ReplicaBook
+from serve_app.referee.book.incidents import IncidentKind
+from serve_app.referee.book.replica_book import ReplicaBook
 from serve_app.telemetry.metrics import MetricBatch
 
 _FORGOTTEN_AFTER_S = 60.0  # a replica that has not reported for so long is gone

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Protocol
 from pydantic import Field
 
 from serve_app.backends.base import PauseMode
+from serve_app.cluster.desired_state import Outcome, WeightsRef
 from serve_app.guard.breaker import Mode
 from serve_app.openai.wire import OneOf, Wire
-from serve_app.weights.desired_state import Outcome, WeightsRef
 
 Statuses = list[dict[str, Any]]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from serve_app.access.access import Scope
-from serve_app.access.request_gate import HEALTH, scope_of
 from serve_app.backends.base import PauseMode
+from serve_app.http.access.access import Scope
+from serve_app.http.access.request_gate import HEALTH, scope_of
 from serve_app.http.admin import PauseOrder, RehearsalOrder, SpeculationOrder, WeightsOrder
 from serve_app.http.vllm_routes import FinishUpdate, InitTransfer, StartUpdate, UpdateOrder
 from serve_app.openai.chat.chat_request import ChatCompletionRequest

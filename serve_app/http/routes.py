@@ -18,10 +18,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
-from serve_app.access.access import Access
-from serve_app.access.request_gate import HEALTH, Gate
 from serve_app.backends.base import PauseMode
+from serve_app.cluster.desired_state import Outcome
 from serve_app.errors import ErrorReply, UnknownVerdict, UnsupportedParameter, reply_for, route_error
+from serve_app.http.access.access import Access
+from serve_app.http.access.request_gate import HEALTH, Gate
 from serve_app.http.admin import Admin, PauseOrder, RehearsalOrder, SpeculationOrder, WeightsOrder
 from serve_app.http.body import read_body, read_order
 from serve_app.http.event_stream import EventStream, Pace, unless_disconnected
@@ -42,7 +43,6 @@ from serve_app.openai.tokens.token_generation import GenerateRequest, prepare_ge
 from serve_app.openai.wire import Wire
 from serve_app.telemetry.tracing import Tracing
 from serve_app.versions import version_of
-from serve_app.weights.desired_state import Outcome
 from speculative.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)

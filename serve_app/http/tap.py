@@ -3,8 +3,8 @@
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.http.request_ids import COMPUTING, path_of
-from serve_app.referee.replay_selection import Checks
-from serve_app.referee.tapped_reply import TappedBytes, TappedReply
+from serve_app.referee.records.replay_selection import Checks
+from serve_app.referee.records.tapped_reply import TappedBytes, TappedReply
 
 _IN_SCOPE = "truespec.tapped_reply"
 

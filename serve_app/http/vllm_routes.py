@@ -9,9 +9,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
-from serve_app.access.request_gate import Gate
 from serve_app.backends.base import PauseMode
+from serve_app.cluster.desired_state import Outcome, WeightsRef
 from serve_app.errors import UnsupportedParameter
+from serve_app.http.access.request_gate import Gate
 from serve_app.http.admin import WeightsService
 from serve_app.http.body import read_body, read_order
 from serve_app.openai.frontend import FrontEnd
@@ -19,7 +20,6 @@ from serve_app.openai.parsing import parse
 from serve_app.openai.tokens.tokenization import DetokenizeRequest, TokenizeRequest
 from serve_app.openai.wire import Wire
 from serve_app.versions import version_of
-from serve_app.weights.desired_state import Outcome, WeightsRef
 from speculative.errors import InvalidRequest, RequestTimeout
 
 T = TypeVar("T", TokenizeRequest, DetokenizeRequest)

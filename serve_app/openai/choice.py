@@ -21,8 +21,8 @@ from serve_app.openai.replies import (
     join,
     put_together,
 )
-from serve_app.referee.receipts import Ending
-from serve_app.referee.records import Record
+from serve_app.referee.records.receipts import Ending
+from serve_app.referee.records.records import Record
 from serve_app.text.answer_text import AnswerText
 from serve_app.text.tokenizer import StopMatcher, Tokenizer
 from speculative.errors import EngineFault

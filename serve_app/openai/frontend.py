@@ -28,10 +28,10 @@ from serve_app.openai.replies import ChatFormat, ChoiceDelta, CompletionFormat, 
 from serve_app.openai.requests import LEGACY_MAX_TOKENS, WireRequest
 from serve_app.openai.tokens.tokenization import Tokenization
 from serve_app.openai.tools.forced_calls import forces_calls
-from serve_app.referee.receipts import receipt_of
-from serve_app.referee.replay_selection import Checks
-from serve_app.referee.signatures import SigningKey
-from serve_app.referee.verdicts import checks_of_all, worst
+from serve_app.referee.judge.verdicts import checks_of_all, worst
+from serve_app.referee.records.receipts import receipt_of
+from serve_app.referee.records.replay_selection import Checks
+from serve_app.referee.records.signatures import SigningKey
 from serve_app.streams.merge import merge
 from serve_app.text.tokenizer import StopStrings, Tokenizer
 from speculative.errors import EngineFault, InvalidRequest

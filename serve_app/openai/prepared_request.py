@@ -10,7 +10,7 @@ from serve_app.openai.chat.control_tokens import Policy
 from serve_app.openai.completions.echo import EchoedPrompt
 from serve_app.openai.replies import ReplyFormat, ReplyHead
 from serve_app.openai.requests import TextForm
-from serve_app.referee.tapped_reply import TappedReply
+from serve_app.referee.records.tapped_reply import TappedReply
 from serve_app.text.tokenizer import StopStrings
 from speculative.request import Request
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from serve_app.backends.base import TokenSource, is_taken_in
 from serve_app.errors import NoRoom
-from serve_app.referee.records import Record, Records
-from serve_app.referee.replay_selection import Selection
+from serve_app.referee.records.records import Record, Records
+from serve_app.referee.records.replay_selection import Selection
 from serve_app.streams.backlog import Backlog, Clock, Returns
 from serve_app.streams.deadline import Deadline
 from serve_app.telemetry.metric_names import WEIGHT_AGES

@@ -19,7 +19,7 @@ from typing import Generic, Protocol, TypeVar
 
 from serve_app.backends.base import is_taken_in, taken_in
 from serve_app.errors import RequestAborted
-from serve_app.referee.records import Records
+from serve_app.referee.records.records import Records
 from serve_app.streams.backlog import Clock
 from serve_app.telemetry.metrics import Metrics
 from speculative.errors import EngineFault, EngineOverloaded

@@ -20,8 +20,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from serve_app.text.byte_scheme import ByteScheme, byte_level_bytes
 from serve_app.text.template_marks import PLAIN, Render, behind_answer, marks, rendered
 from serve_app.text.tokenizer_file import added_ids, begins_nothing, differences, lossy, read_tokenizer, untyped_tokens
-from speculative.end_tokens import end_tokens, read_if_there
 from speculative.errors import ConfigError, InvalidRequest, UnsupportedModel
+from speculative.model.end_tokens import end_tokens, read_if_there
 
 SHIPPED_TEMPLATES = Path(__file__).parents[1] / "chat_templates"
 """Chat templates that come with the package: as `model.chat_template`, each is known by its file's name."""

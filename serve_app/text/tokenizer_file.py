@@ -12,8 +12,8 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RawTokenizer
 
-from speculative.end_tokens import read_if_there, read_json, stated_tokens, token_text
 from speculative.errors import ConfigError
+from speculative.model.end_tokens import read_if_there, read_json, stated_tokens, token_text
 
 _CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from speculative.draft_tree import DraftTree
+from speculative.sampling.draft_probs import DraftProbs, PointMass, num_rows
 from speculative.state.batch import Batch, Int64s, StepInput
-from speculative.state.draft_tree import DraftTree
 from speculative.state.sequence import Sequence
 from speculative.state.token_constraint import Bools
-from speculative.verification.draft_probs import DraftProbs, PointMass, num_rows
 
 
 @dataclass(frozen=True, slots=True)

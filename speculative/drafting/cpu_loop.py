@@ -6,7 +6,6 @@ from itertools import islice
 import numpy as np
 from torch import Tensor
 
-from speculative.cache.kv_cache import KVCache
 from speculative.drafting.draft_sampler import DraftSampler
 from speculative.drafting.neural_drafter import MadeDrafts
 from speculative.kernels.bindings import DraftRoundStruct
@@ -14,6 +13,7 @@ from speculative.model.attention import join_contexts
 from speculative.model.eagle3 import FusedHead
 from speculative.sampling.rng import Purpose
 from speculative.state.batch import Entry
+from speculative.state.kv_cache import KVCache
 
 
 class FusedDraftLoop:

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speculative.end_tokens import Json, read_if_there
 from speculative.errors import ConfigError
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
+from speculative.model.end_tokens import Json, read_if_there
 from speculative.model.fingerprint import model_fingerprint
 from speculative.model.layers import Attend
 from speculative.model.loading import choose_weights, load_decoder

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speculative.sampling.coupled import NoiseRows, largest
+from speculative.sampling.ops import DistributionOps
 from speculative.sampling.probs import LastRows, SamplingRows
 from speculative.sampling.rng import Float64s, Purpose, uniforms
 from speculative.state.batch import Int64s
 from speculative.state.sequence import Sequence
-from speculative.verification.coupled import NoiseRows, largest
-from speculative.vocabulary.ops import VocabularyOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class DraftSampler:
     """
 
     def __init__(
-        self, ids: Tensor | None, vocab_size: int, ops: VocabularyOps, *, sampled: bool, all_coupled: bool
+        self, ids: Tensor | None, vocab_size: int, ops: DistributionOps, *, sampled: bool, all_coupled: bool
     ) -> None:
         self._ids = ids
         self.width = vocab_size if ids is None else len(ids)

@@ -5,12 +5,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speculative.cache.kv_cache import KVShape
 from speculative.model.decoder import Decoder
 from speculative.model.eagle3 import Eagle3Head, load_eagle3
 from speculative.model.fingerprint import model_fingerprint
 from speculative.model.head_checkpoint import read_held_out_rates
 from speculative.scheduling.draft_length import ExpectedRates
+from speculative.state.kv_cache import KVShape
 
 
 class Eagle3DraftModel:

@@ -18,17 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from speculative.cache.kv_cache import BlockPool, KVCache, KVShape
 from speculative.drafting.base import Drafter, DraftOutput
 from speculative.drafting.draft_sampler import DraftSampler
 from speculative.errors import HandoffRefused
 from speculative.model.attention import PreparePass
 from speculative.model.eagle3 import FusedHead
 from speculative.model.layers import Attend
+from speculative.sampling.draft_probs import Dense, PointMass, SubVocabulary
 from speculative.scheduling.draft_length import ExpectedRates
 from speculative.state.batch import AttentionRows, Batch, Entry, Int64s, StepInput
+from speculative.state.kv_cache import BlockPool, KVCache, KVShape
 from speculative.state.sequence import Sequence
-from speculative.verification.draft_probs import Dense, PointMass, SubVocabulary
 
 _MAX_BUFFERED = 512  # rows of features kept for a sequence before the drafter catches up on them
 

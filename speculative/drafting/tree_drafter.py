@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from speculative.draft_tree import DraftTree
 from speculative.drafting.base import DraftOutput
 from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.errors import ConfigError
+from speculative.sampling.draft_probs import Candidates, PointMass
 from speculative.state.batch import Batch, Entry
-from speculative.state.draft_tree import DraftTree
-from speculative.verification.draft_probs import Candidates, PointMass
 
 
 class TreeDrafter(ModelDrafter):

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 
 from speculative.config import DrafterConfig
+from speculative.drafters import registered
 from speculative.drafting.base import Drafter, DraftOutput, NoDrafter
 from speculative.errors import ConfigError
-from speculative.lookup.registry import Lookup, registered
+from speculative.lookup import Lookup
+from speculative.sampling.draft_probs import PointMass
 from speculative.state.batch import Batch
-from speculative.verification.draft_probs import PointMass
 
 
 class LookupDrafter(Drafter):

@@ -11,7 +11,6 @@ from itertools import compress
 import numpy as np
 import torch
 
-from speculative.cache.kv_cache import KVCache
 from speculative.config import EngineConfig
 from speculative.drafting.base import Drafter, allowed_masks, constrain, split_drafts
 from speculative.drafting.neural_drafter import ModelDrafter
@@ -33,11 +32,12 @@ from speculative.gpu.target_graph import GraphRunner, TargetPass
 from speculative.gpu.verify_graph import JudgedRows, VerifyGraph
 from speculative.model.decoder import Decoder
 from speculative.model.layers import LayerOps, use_layer_ops
+from speculative.sampling.draft_probs import PointMass
 from speculative.state.batch import Batch, Entry, Int64s, StepInput, StepOutcome, build_step_input, merge_outcomes
+from speculative.state.kv_cache import KVCache
 from speculative.state.token_constraint import Bools
 from speculative.step.checked_sampler import CheckedSampler, DeviceChecks
 from speculative.step.host_copy import results_per_entry
-from speculative.verification.draft_probs import PointMass
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from speculative.gpu.row_judge import RowFields
 from speculative.gpu.staged_inputs import Array, Field
 from speculative.request import MAX_LOGPROBS, MAX_SCORED_IDS, SamplingParams
 from speculative.sampling.logprobs import LogprobRows, gather_logprobs, mode_matrix
-from speculative.vocabulary.ops import VocabularyOps
+from speculative.step.vocabulary_ops import VocabularyOps
 
 _NUM_SCORED = (0, 16, 64, 256, MAX_SCORED_IDS)
 

@@ -19,7 +19,7 @@ from speculative.kernels.chosen import ChosenKernels
 from speculative.model.attention import PreparePass
 from speculative.model.layers import LayerOps
 from speculative.sampling.probs import SamplingRows
-from speculative.vocabulary.ops import VocabularyOps
+from speculative.step.vocabulary_ops import VocabularyOps
 
 
 class CapturedVocabularyOps(VocabularyOps):

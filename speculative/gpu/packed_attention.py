@@ -6,11 +6,11 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from speculative.cache.kv_cache import KVCache
 from speculative.gpu.staged_inputs import Array, send_once
 from speculative.model.attention import CacheAttention
 from speculative.model.config import PLAIN, ScoreRule
 from speculative.state.batch import AttentionRows, Int64s
+from speculative.state.kv_cache import KVCache
 
 
 class PackedRows(NamedTuple):

@@ -8,11 +8,11 @@ from operator import is_not
 import numpy as np
 import torch
 
-from speculative.cache.kv_cache import KVCache
 from speculative.gpu.buckets import Bucket
 from speculative.gpu.paged_attention import AttendPaged, PagedAttention, PagedRows
 from speculative.gpu.staged_inputs import Array, Field
 from speculative.state.batch import Int64s
+from speculative.state.kv_cache import KVCache
 from speculative.state.sequence import Sequence
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from speculative.cache.kv_cache import KVCache
 from speculative.model.attention import CacheAttention
 from speculative.model.config import PLAIN, ScoreRule
+from speculative.state.kv_cache import KVCache
 
 SPLIT_TOKENS = 256
 """Positions of a context that a kernel reads one after another: a constant, as is the number of parts that they are

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.cache.kv_cache import KVCache
 from speculative.gpu.capture import CapturedPass, Capturer
 from speculative.gpu.packed_attention import AttendPacked, PackedAttention, PackedRows, tables_of
 from speculative.gpu.padding import CacheRoom
 from speculative.gpu.staged_inputs import Field, StagedInputs
 from speculative.model.decoder import Decoder
 from speculative.state.batch import StepInput
+from speculative.state.kv_cache import KVCache
 
 MOST_ROWS = 2048
 """Larger passes run eagerly: the host has launched them before the device has computed them."""

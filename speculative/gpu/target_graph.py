@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.cache.kv_cache import KVCache
 from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import CapturedPass, Capturer
@@ -16,6 +15,7 @@ from speculative.gpu.staged_inputs import Field, StagedInputs, send_once
 from speculative.model.attention import PreparePass
 from speculative.model.decoder import Decoder
 from speculative.state.batch import Int64s, StepInput
+from speculative.state.kv_cache import KVCache
 from speculative.step.runner import ModelRunner
 
 

@@ -29,12 +29,12 @@ from speculative.gpu.staged_inputs import Array, Field, StagedInputs
 from speculative.gpu.step_requests import StepRequests
 from speculative.model.decoder import Decoder
 from speculative.request import SamplingParams
+from speculative.sampling.draft_probs import columns_of
 from speculative.sampling.logprobs import LogprobRows
+from speculative.sampling.verify_rows import VerifyRows
 from speculative.state.batch import StepInput, Terms
 from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import Verdicts
-from speculative.verification.draft_probs import columns_of
-from speculative.verification.rows import VerifyRows
 
 _NEVER = 1 << 20  # offset of a padding row: after every draft
 

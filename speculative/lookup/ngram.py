@@ -6,7 +6,7 @@ alone.
 
 from dataclasses import dataclass
 
-from speculative.lookup.registry import drafter
+from speculative.drafters import drafter
 from speculative.options import OptionError, Options, option
 from speculative.state.sequence import Sequence
 

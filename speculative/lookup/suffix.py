@@ -11,7 +11,7 @@ gets the same."""
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
-from speculative.lookup.registry import drafter
+from speculative.drafters import drafter
 from speculative.options import OptionError, Options, option
 from speculative.state.sequence import Sequence
 

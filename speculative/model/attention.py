@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from speculative.cache.kv_cache import KVCache
 from speculative.kernels.bindings import Kernels, ShapeStruct, StepStruct
 from speculative.model.config import PLAIN, ScoreRule
 from speculative.state.batch import AttentionRows, Int64s
+from speculative.state.kv_cache import KVCache
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from speculative.cache.kv_cache import KVShape
-from speculative.end_tokens import Json, end_tokens, read_if_there, read_json, stated_ids
 from speculative.errors import ConfigError, UnsupportedModel
 from speculative.model.config_file import FIX, SLIDING, ConfigFile, brief
+from speculative.model.end_tokens import Json, end_tokens, read_if_there, read_json, stated_ids
 from speculative.model.families import FAMILIES
 from speculative.model.rotary import Rope, rope_of, rope_settings
+from speculative.state.kv_cache import KVShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from speculative.end_tokens import Json
 from speculative.errors import ConfigError, UnsupportedModel
+from speculative.model.end_tokens import Json
 
 FIX = "serve this model with `engine.kind: vllm`"
 FULL, SLIDING = "full_attention", "sliding_attention"

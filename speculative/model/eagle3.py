@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from speculative.cache.kv_cache import KVCache
-from speculative.end_tokens import read_json
 from speculative.errors import ConfigError, UnsupportedModel
 from speculative.kernels.bindings import DraftHeadStruct, DraftRoundStruct, LayerStruct, ShapeStruct
 from speculative.model.attention import NativeStep, StepAttention, cache_shape
@@ -25,10 +23,12 @@ from speculative.model.config_file import ConfigFile
 from speculative.model.cpu.fused import fill_shape
 from speculative.model.cpu.native import Kind, NativeAttention, NativeLinear, NativeMLP, NativeNorm, pack_natively
 from speculative.model.decoder import Decoder
+from speculative.model.end_tokens import read_json
 from speculative.model.head_checkpoint import fill_slots, read_tensors
 from speculative.model.layers import MLP, Attend, Attention, FusibleLayer, Linear, RMSNorm, nan_parameter
 from speculative.model.quantized import GROUP, Quantized, quantize
 from speculative.model.rotary import Rotary
+from speculative.state.kv_cache import KVCache
 
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 _EMBEDDING = "embed_tokens.weight"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from speculative.config import WeightsName
-from speculative.end_tokens import read_json
+from speculative.model.end_tokens import read_json
 from speculative.model.file_names import QUANTIZED_FILE
 
 ROUNDED_FORMS = ("w4a8", "fp8")

@@ -18,7 +18,6 @@ from huggingface_hub.errors import (
 from torch import Tensor
 
 from speculative.config import WeightsName, models_folder
-from speculative.end_tokens import read_json
 from speculative.errors import ConfigError, UnsupportedModel
 from speculative.kernels.chosen import ChosenKernels, choose_kernels
 from speculative.model.catalogue import CATALOGUE, fetch_model
@@ -26,6 +25,7 @@ from speculative.model.config import PLAIN, ModelConfig
 from speculative.model.cpu.native import Kind
 from speculative.model.decoder import Decoder
 from speculative.model.derived import is_derived
+from speculative.model.end_tokens import read_json
 from speculative.model.file_names import INDEX_FILE, LOWER_FILES, NEVER_READ, QUANTIZED_FILE, TOP_FILES, WEIGHTS_FILE
 from speculative.model.forms import form_wanted, rounded_form
 from speculative.model.fp8 import E4M3, check_fp8_sizes, quantize_rows, why_no_fp8

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from speculative.end_tokens import Json
 from speculative.errors import ConfigError, UnsupportedModel
 from speculative.model.config_file import FIX, FULL, ConfigFile, brief
+from speculative.model.end_tokens import Json
 
 _ORIGINAL = "original_max_position_embeddings"
 

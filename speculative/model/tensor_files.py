@@ -9,8 +9,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from speculative.end_tokens import LFS_POINTER
 from speculative.errors import ConfigError
+from speculative.model.end_tokens import LFS_POINTER
 
 _LENGTH_BYTES = 8  # of the header's length, which begins a file
 _FP8 = torch.float8_e4m3fn  # torch does not compare it on every device

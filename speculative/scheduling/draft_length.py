@@ -16,11 +16,11 @@ from itertools import accumulate
 from operator import mul
 
 from speculative.config import DrafterConfig
+from speculative.draft_tree import rows_of_levels
 from speculative.scheduling.acceptance_rates import AcceptanceRates
 from speculative.scheduling.passages import Passages, best_count
 from speculative.scheduling.step_cost import StepCost, Work
 from speculative.state.batch import Entry, SequenceResult
-from speculative.state.draft_tree import rows_of_levels
 from speculative.state.sequence import Sequence
 from speculative.stats import StepStats
 

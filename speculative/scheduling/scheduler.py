@@ -12,14 +12,14 @@ import itertools
 import time
 from collections.abc import Iterable
 
-from speculative.cache.kv_cache import BlockPool
 from speculative.config import EngineConfig
+from speculative.draft_tree import rows_of_levels
 from speculative.request import DEFAULT_VERSION, FinishReason, Request, Round, Speculation, TokenDelta, TokenKind
 from speculative.sampling.logprob_checks import LogprobContract
 from speculative.scheduling.draft_length import DraftLength, DraftPlan
 from speculative.scheduling.request_queue import RequestQueue
 from speculative.state.batch import Batch, Entry, SequenceResult, StepOutcome
-from speculative.state.draft_tree import rows_of_levels
+from speculative.state.kv_cache import BlockPool
 from speculative.state.sequence import Phase, Sequence
 from speculative.stats import DEAD_END, INVARIANTS, LOGPROB_RULES, EngineUsage, StepStats
 

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speculative.sampling.draft_probs import PointMass
 from speculative.sampling.probs import SamplingRows
+from speculative.sampling.verification import VerifyInput, VerifyOutput
 from speculative.state.batch import Entry, Int64s, StepInput
 from speculative.state.token_constraint import Bools
-from speculative.verification.base import VerifyInput, VerifyOutput
-from speculative.verification.draft_probs import PointMass
 
 MASS_ROUNDING = 1e-3  # of a distribution's mass; float32 sums of a vocabulary are far closer
 EDGE_ROUNDING = 1e-5  # of the mass that lies before a nucleus' edge

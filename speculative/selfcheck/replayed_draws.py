@@ -20,7 +20,7 @@ each decision. With p replayed, u and coin recomputed, x a draft and q what it w
     rejected   coin > p(x) / q(x)                      token-wise
     choice     y = argmax(log p + noise)               coupled, and vLLM without drafts
 
-Sources: the verifiers (`speculative.verification`). A check that fails misses by so many nats, which are those of the
+Sources: the verifiers (`speculative.sampling`). A check that fails misses by so many nats, which are those of the
 logits before the temperature: what rounding moves.
 """
 

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speculative.sampling.draft_probs import Dense, DraftProbs, PointMass
+from speculative.sampling.verification import VerifyInput, VerifyOutput
+from speculative.sampling.verify_rows import VerifyRows
 from speculative.selfcheck.monitor import SelfCheck
 from speculative.selfcheck.terms import TermScope, take_terms
 from speculative.state.batch import Terms
-from speculative.verification.base import VerifyInput, VerifyOutput
-from speculative.verification.draft_probs import Dense, DraftProbs, PointMass
-from speculative.verification.rows import VerifyRows
 
 _MOST_TERMS = 8192  # that are kept until somebody asks
 _MOST_SEEDS = 65536  # that are remembered

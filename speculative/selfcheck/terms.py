@@ -35,11 +35,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from speculative.sampling.draft_probs import Candidates, Dense, PointMass, SubVocabulary
+from speculative.sampling.token_wise import overlap
+from speculative.sampling.verification import VerifyInput, VerifyOutput, residual
 from speculative.selfcheck.eprocess import ROUNDING, STAKES
 from speculative.state.batch import Terms
-from speculative.verification.base import VerifyInput, VerifyOutput, residual
-from speculative.verification.draft_probs import Candidates, Dense, PointMass, SubVocabulary
-from speculative.verification.token_wise import overlap
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from speculative.cache.prefix import chain_root, hash_block
 from speculative.request import ReplayedToken, Request, TokenLogprobs
 from speculative.state.logit_constraints import Int64s, rules_of
+from speculative.state.prefix import chain_root, hash_block
 from speculative.state.token_constraint import TokenConstraint
 
 

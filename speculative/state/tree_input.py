@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from speculative.draft_tree import DraftTree
 from speculative.state.batch import AttentionRows, Entry, Int64s, StepInput, build_step_input
-from speculative.state.draft_tree import DraftTree
 from speculative.state.sequence import Sequence
 
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from speculative.config import EngineConfig
+from speculative.sampling.draft_probs import DraftProbs, PointMass
+from speculative.sampling.verify_rows import VerifyRows
 from speculative.selfcheck.invariants import ROW_KINDS, forbidden_by_rules, misplaced, outside_filters
 from speculative.selfcheck.monitor import SelfCheck
 from speculative.selfcheck.rounds import contradicted, misdrafted, too_coarse, with_round_terms
@@ -16,8 +18,6 @@ from speculative.state.batch import Int64s, SequenceResult, StepInput, StepOutco
 from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import Verdicts
 from speculative.step.sampler import SampledStep, Sampler
-from speculative.verification.draft_probs import DraftProbs, PointMass
-from speculative.verification.rows import VerifyRows
 
 
 @dataclass(frozen=True, slots=True)

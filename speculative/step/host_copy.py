@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from speculative.sampling.logprobs import LogprobRows, gather_logprobs, padded_ids
+from speculative.sampling.verification import VerifyOutput
 from speculative.state.batch import SequenceResult, StepInput
-from speculative.verification.base import VerifyOutput
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -5,10 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from speculative.cache.kv_cache import KVCache
 from speculative.model.attention import PreparePass
 from speculative.model.decoder import Decoder
 from speculative.state.batch import StepInput
+from speculative.state.kv_cache import KVCache
 
 
 class ModelRunner:

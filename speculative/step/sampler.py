@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from speculative.config import EngineConfig
+from speculative.sampling.coupled import largest, verify_coupled
+from speculative.sampling.draft_probs import DraftProbs, PointMass
 from speculative.sampling.logits_processors import adjust
 from speculative.sampling.logprobs import mode_matrix
 from speculative.sampling.probs import LastRows, SamplingRows
+from speculative.sampling.verification import Verifier, VerifyInput, VerifyOutput
+from speculative.sampling.verify_rows import VerifyRows
 from speculative.state.batch import RowContext, SequenceResult, StepInput, row_contexts
 from speculative.state.sequence import Sequence
 from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import Verdicts, copy_to_host, logprobs_to_host, results_per_entry
-from speculative.verification.base import Verifier, VerifyInput, VerifyOutput
-from speculative.verification.coupled import largest, verify_coupled
-from speculative.verification.draft_probs import DraftProbs, PointMass
-from speculative.verification.rows import VerifyRows
-from speculative.vocabulary.ops import VocabularyOps
+from speculative.step.vocabulary_ops import VocabularyOps
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Runs the target over trees of drafts, and keeps the path that it takes through each.
 
-At each node the target chooses its token with the noise of the position (`verification.coupled`); the path goes on to
+At each node the target chooses its token with the noise of the position (`sampling.coupled`); the path goes on to
 the draft that is this token, and ends where there is none. So what is emitted is what would be without any drafts, and
 which drafts stand at a node decides only how far the path leads. From here on a step is one whose drafts are these
 paths, one draft behind the other.
@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speculative.draft_tree import DraftTree
 from speculative.drafting.base import DraftOutput, allowed_masks
+from speculative.sampling.draft_probs import Candidates
 from speculative.state.batch import Batch, Entry, StepInput
-from speculative.state.draft_tree import DraftTree
 from speculative.state.token_constraint import Bools
 from speculative.state.tree_input import TreeInput
 from speculative.step.runner import ModelRunner, TargetOutput, compute
 from speculative.step.sampler import Sampler
-from speculative.verification.draft_probs import Candidates
 
 
 class Found(NamedTuple):

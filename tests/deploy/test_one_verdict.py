@@ -16,12 +16,12 @@ import pytest
 from deploy.run import verify
 from deploy.watch.referee import Referee, RefereeOptions
 from serve_app.backends.base import ModelInfo, Replayed
-from serve_app.referee.answer import Answer
-from serve_app.referee.judgement import Judge
-from serve_app.referee.receipts import Ending, Receipt
-from serve_app.referee.tolerance import Tolerance
-from serve_app.referee.transformers_model import TransformersModel
-from serve_app.referee.verdicts import Checked, Verdict
+from serve_app.referee.book.transformers_model import TransformersModel
+from serve_app.referee.judge.answer import Answer
+from serve_app.referee.judge.judgement import Judge
+from serve_app.referee.judge.tolerance import Tolerance
+from serve_app.referee.judge.verdicts import Checked, Verdict
+from serve_app.referee.records.receipts import Ending, Receipt
 from serve_app.referee.wire.exchange import COMPLETIONS, Exchange
 from speculative.config import DrafterConfig
 from speculative.request import Request, SamplingParams

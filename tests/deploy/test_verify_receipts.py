@@ -27,8 +27,8 @@ from deploy.run.verify import EngineName, ReceiptVerdict, Verifier
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.http.routes import build_ingress
 from serve_app.openai.frontend import FrontEnd
-from serve_app.referee.receipts import NotAReceipt, Receipt, read_receipt, receipts_in
-from serve_app.referee.signatures import PublicKey, SigningKey
+from serve_app.referee.records.receipts import NotAReceipt, Receipt, read_receipt, receipts_in
+from serve_app.referee.records.signatures import PublicKey, SigningKey
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.text.tokenizer import Tokenizer

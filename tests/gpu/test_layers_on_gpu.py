@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from speculative.cache.kv_cache import KVCache, KVShape
 from speculative.gpu.paged_attention import PagedAttention, PagedRows
 from speculative.model.config import ModelConfig
 from speculative.model.layers import Attention, LayerOps, RMSNorm
 from speculative.model.rotary import Rope, Rotary
+from speculative.state.kv_cache import KVCache, KVShape
 
 pytestmark = pytest.mark.gpu
 

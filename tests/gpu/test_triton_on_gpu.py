@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculative.cache.kv_cache import KVCache, KVShape
 from speculative.gpu.buckets import Bucket
 from speculative.gpu.logit_edits import LogitEdits, StepEdits
 from speculative.gpu.packed_attention import SendPacked
@@ -13,6 +12,7 @@ from speculative.gpu.paged_attention import SPLIT_TOKENS, AttentionSizes, PagedR
 from speculative.gpu.row_judge import RowFields
 from speculative.model.attention import StepAttention
 from speculative.state.batch import AttentionRows
+from speculative.state.kv_cache import KVCache, KVShape
 from tests.support.drafted_rows import NUM_DRAFTS, OFFSET, assert_sampled, draft_scene
 from tests.support.edited_rows import ALL as EDITED_ROWS
 from tests.support.edited_rows import EOS, input_of, logits_of, masks_of, rows_of

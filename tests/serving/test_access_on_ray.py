@@ -9,8 +9,8 @@ import openai
 import pytest
 import yaml
 
-from serve_app.access.access import Scope
-from serve_app.access.keys import create_key, revoke_key
+from serve_app.http.access.access import Scope
+from serve_app.http.access.keys import create_key, revoke_key
 from tests.support.ray_head import ray_head
 from tests.support.services import MODEL, app_args, deployed, wait_for
 

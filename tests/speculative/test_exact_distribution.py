@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculative.verification.base import Verifier, VerifyInput, VerifyOutput
-from speculative.verification.coupled import verify_coupled
-from speculative.verification.draft_probs import Dense, PointMass
-from speculative.verification.token_wise import verify_token_wise
-from speculative.vocabulary.ops import VocabularyOps
+from speculative.sampling.coupled import verify_coupled
+from speculative.sampling.draft_probs import Dense, PointMass
+from speculative.sampling.token_wise import verify_token_wise
+from speculative.sampling.verification import Verifier, VerifyInput, VerifyOutput
+from speculative.step.vocabulary_ops import VocabularyOps
 from tests.support.verify_inputs import verify_input
 from tests.support.vocabulary import with_both_ops
 

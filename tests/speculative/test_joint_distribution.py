@@ -16,8 +16,8 @@ from speculative.drafting.base import Drafter, DraftOutput
 from speculative.drafting.head_drafters import Eagle3DraftModel
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
+from speculative.sampling.draft_probs import Dense, PointMass
 from speculative.state.batch import Batch, Int64s
-from speculative.verification.draft_probs import Dense, PointMass
 from tests.support.engines import markov_decoder, settings
 from tests.support.markov_chain import sample, sigmas, worst_window
 from tests.support.tiny_heads import random_head

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from speculative.config import DrafterConfig, EngineConfig
+from speculative.drafting.weights import Weights, check_same_model, load_weights
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError, HandoffRefused
 from speculative.request import Request, SamplingParams, Speculation
-from speculative.weights import Weights, check_same_model, load_weights
 from tests.support.engines import NGRAM, NO_DRAFTS, Answer, assert_idle, run, settings, take, teacher_forced
 from tests.support.tiny_models import write_tiny_model
 from tools.faults.mutants import MUTANTS

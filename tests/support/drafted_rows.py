@@ -7,7 +7,7 @@ from torch import Tensor
 
 from speculative.gpu.row_drafts import DraftBuffers, DraftFields, SampleDrafts
 from speculative.sampling.rng import gumbel
-from speculative.vocabulary.ops import VocabularyOps
+from speculative.step.vocabulary_ops import VocabularyOps
 from tests.support.judged_rows import generator, in_turn, no_filters, of_wider
 from tests.support.torch_operators import TorchDrafts
 

@@ -14,12 +14,12 @@ from torch.nn import functional
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.weightless import LookupDrafter
 from speculative.engine import EngineCore
-from speculative.handoff import Blob, ComputedTokenState, Manifest, allocate_blob, seal
 from speculative.model.attention import attend_by_rule
 from speculative.model.config import PLAIN, ModelConfig, ScoreRule
 from speculative.model.decoder import Decoder
 from speculative.model.rotary import Rope
 from speculative.request import FinishReason, Request, Round, TokenDelta, TokenKind, TokenLogprobs
+from speculative.state.handoff import Blob, ComputedTokenState, Manifest, allocate_blob, seal
 from speculative.state.token_constraint import ConstraintMaker
 from tests.support.torch_operators import captured_on_a_cpu
 

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from serve_app.access.access import Caller, Scope
 from serve_app.backends.base import PauseMode
+from serve_app.cluster.desired_state import Outcome, WeightsRef
 from serve_app.errors import UpdateRefused
-from serve_app.weights.desired_state import Outcome, WeightsRef
+from serve_app.http.access.access import Caller, Scope
 
 
 async def replicas(*_: object) -> list[dict[str, Any]]:

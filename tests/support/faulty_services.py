@@ -14,10 +14,10 @@ from serve_app.config.base import PoolName
 from speculative.config import EngineConfig
 from speculative.engine import EngineCore
 from speculative.request import TokenDelta
+from speculative.sampling.draft_probs import PointMass
+from speculative.sampling.token_wise import verify_token_wise
+from speculative.sampling.verification import VerifyInput, VerifyOutput
 from speculative.state.batch import StepInput
-from speculative.verification.base import VerifyInput, VerifyOutput
-from speculative.verification.draft_probs import PointMass
-from speculative.verification.token_wise import verify_token_wise
 
 _HELD_AT = 100  # tokens of an answer
 

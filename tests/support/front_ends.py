@@ -11,8 +11,8 @@ from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
 from serve_app.openai.prepared_request import Limits
-from serve_app.referee.records import Records
-from serve_app.referee.replay_selection import Selection
+from serve_app.referee.records.records import Records
+from serve_app.referee.records.replay_selection import Selection
 from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from serve_app.text.tokenizer import Tokenizer

@@ -10,9 +10,9 @@ from torch import Tensor
 from speculative.config import LogprobsMode
 from speculative.gpu.filters import sampling_rows
 from speculative.gpu.row_judge import RowFields, RowJudge, SampledFrom
-from speculative.verification.base import VerifyInput
-from speculative.verification.draft_probs import columns_of
-from speculative.vocabulary.ops import VocabularyOps
+from speculative.sampling.draft_probs import columns_of
+from speculative.sampling.verification import VerifyInput
+from speculative.step.vocabulary_ops import VocabularyOps
 from tests.support.torch_operators import TorchJudge, draft_probs_of, verify_input
 
 VOCABULARY, WIDTH = 203, 75

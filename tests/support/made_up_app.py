@@ -13,11 +13,11 @@ from serve_app.guard.breaker import BreakerState, Mode
 from serve_app.guard.heartbeat import Placed, ReplicaStatus, Report
 from serve_app.guard.referee_counts import RefereeCounts
 from serve_app.guard.replica_registry import ReplicaRegistry
-from serve_app.page.history import EVERY_S
-from serve_app.page.status import StatusBook
-from serve_app.referee.replica_book import ReplicaBook
-from serve_app.referee.strata import SERVED_STRATA, STRATA
-from serve_app.referee.verdicts import Trip
+from serve_app.http.page.history import EVERY_S
+from serve_app.http.page.status import StatusBook
+from serve_app.referee.book.replica_book import ReplicaBook
+from serve_app.referee.judge.strata import SERVED_STRATA, STRATA
+from serve_app.referee.judge.verdicts import Trip
 from serve_app.telemetry.metrics import BufferSink, Metrics, PrometheusSink
 from speculative.stats import CHECKS, CheckState, CheckSums, EngineUsage, StepStats
 from tests.support.clock import Clock

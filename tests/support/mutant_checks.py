@@ -12,8 +12,8 @@ from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.base import Drafter, DraftOutput
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
+from speculative.sampling.draft_probs import PointMass
 from speculative.state.batch import Batch
-from speculative.verification.draft_probs import PointMass
 from tests.support.engines import Answer, answer_all, hand_over, run
 from tools.faults.toy import tiny_engine
 

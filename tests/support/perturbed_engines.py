@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from serve_app.backends.base import UNKNOWN_NUMERICS, Numerics, Replayed
-from serve_app.referee.answer import Answer
-from serve_app.referee.detectors import ReplicaWatch
-from serve_app.referee.judgement import Judge
-from serve_app.referee.records import Records
-from serve_app.referee.tolerance import Tolerance
-from serve_app.referee.verdicts import Verdict
+from serve_app.referee.judge.answer import Answer
+from serve_app.referee.judge.detectors import ReplicaWatch
+from serve_app.referee.judge.judgement import Judge
+from serve_app.referee.judge.tolerance import Tolerance
+from serve_app.referee.judge.verdicts import Verdict
+from serve_app.referee.records.records import Records
 from speculative.drafting.base import Drafter, DraftOutput
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams, TokenDelta
+from speculative.sampling.draft_probs import PointMass
 from speculative.state.batch import Batch
-from speculative.verification.draft_probs import PointMass
 from tools.faults.toy import LikeliestDrafter, TableDrafter, engine_over
 from tools.faults.traffic import PLAIN, sampling
 

@@ -45,7 +45,7 @@ from speculative.model.attention import CacheAttention
 from speculative.model.fp8 import Fp8Rows, Rows, quantize_rows
 from speculative.model.layers import Attend, Attention, LayerOps, RMSNorm, Rotation
 from speculative.model.rotary import Rotary, rotate
-from speculative.vocabulary.ops import VocabularyOps
+from speculative.step.vocabulary_ops import VocabularyOps
 from tests.support.torch_operators import TorchAttend, TorchDrafts, TorchJudge, attend_packed, torch_edit, torch_floors
 
 DEVICE = torch.device("cuda:0")

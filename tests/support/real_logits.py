@@ -13,8 +13,8 @@ from torch import Tensor
 from deploy.exchange.prompts import read_texts
 from serve_app.backends.base import Numerics, precision_of
 from serve_app.config.files import parse_args
-from serve_app.referee.tolerance import ServiceTolerances, Tolerance
-from serve_app.referee.transformers_model import TransformersModel
+from serve_app.referee.book.transformers_model import TransformersModel
+from serve_app.referee.judge.tolerance import ServiceTolerances, Tolerance
 from serve_app.text.tokenizer import Tokenizer
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.engine import EngineCore

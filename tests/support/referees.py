@@ -14,6 +14,7 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.backends.base import Prefilled, Replayed, ReplayFailed
+from serve_app.cluster.desired_state import CONFIGURED, DesiredState
 from serve_app.config.app_config import AppConfig
 from serve_app.config.base import PoolName
 from serve_app.deployments import runtime, stream_router
@@ -23,20 +24,19 @@ from serve_app.guard.breaker import BreakerState, Mode
 from serve_app.guard.heartbeat import Orders, ReplicaStatus, Report
 from serve_app.guard.referee_counts import RefereeCounts
 from serve_app.guard.replica_registry import ReplicaRegistry
-from serve_app.referee.answer import Answer
-from serve_app.referee.dumps import DumpFolder
-from serve_app.referee.judgement import Judge
-from serve_app.referee.records import Record
-from serve_app.referee.replay_checker import ReplayChecker
-from serve_app.referee.replica_book import ReplicaBook
-from serve_app.referee.strata import SERVED_STRATA
-from serve_app.referee.tolerance import Tolerance
-from serve_app.referee.verdicts import Checked, Verdict
+from serve_app.referee.book.dumps import DumpFolder
+from serve_app.referee.book.replay_checker import ReplayChecker
+from serve_app.referee.book.replica_book import ReplicaBook
+from serve_app.referee.judge.answer import Answer
+from serve_app.referee.judge.judgement import Judge
+from serve_app.referee.judge.strata import SERVED_STRATA
+from serve_app.referee.judge.tolerance import Tolerance
+from serve_app.referee.judge.verdicts import Checked, Verdict
+from serve_app.referee.records.records import Record
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.streams.resuming import Streamed
 from serve_app.telemetry.metrics import MetricBatch, Metrics, PrometheusSink, Sink
 from serve_app.telemetry.tracing import Carried, Tracing
-from serve_app.weights.desired_state import CONFIGURED, DesiredState
 from speculative.engine import EngineCore
 from speculative.request import DEFAULT_VERSION, ReplayedToken, Request, SamplingParams, TokenKind, TokenLogprobs
 from tests.support.fake_backend import FakeBackend, FakeConfig

@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from deploy.run.replayers import LoadedReplayer
 from serve_app.backends.base import ModelInfo
-from serve_app.referee.answer import Answer
-from serve_app.referee.judgement import Judge
-from serve_app.referee.replayer import Replayer
-from serve_app.referee.tolerance import Tolerance
-from serve_app.referee.verdicts import Verdict
+from serve_app.referee.book.replayer import Replayer
+from serve_app.referee.judge.answer import Answer
+from serve_app.referee.judge.judgement import Judge
+from serve_app.referee.judge.tolerance import Tolerance
+from serve_app.referee.judge.verdicts import Verdict
 from speculative.errors import InvalidRequest, SequenceTooLong
 from speculative.request import Request, SamplingParams
 from tests.support.engines import NGRAM, tiny_engine

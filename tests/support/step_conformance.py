@@ -20,12 +20,12 @@ from speculative.gpu.row_edits import EditLogits
 from speculative.gpu.row_judge import RowJudge
 from speculative.kernels.chosen import ChosenKernels
 from speculative.request import SamplingParams
+from speculative.sampling.coupled import NoiseRows
 from speculative.sampling.logits_processors import adjust
 from speculative.sampling.probs import SamplingRows
 from speculative.selfcheck.terms import TermScope
 from speculative.state.batch import row_contexts
-from speculative.verification.coupled import NoiseRows
-from speculative.vocabulary.ops import VocabularyOps
+from speculative.step.vocabulary_ops import VocabularyOps
 from tests.support.edited_rows import ALL, EOS, LARGEST, edited, input_of, logits_of, make_edits, masks_of, small_steps
 from tests.support.judged_rows import (
     COUNTS,

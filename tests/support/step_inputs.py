@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from speculative.cache.kv_cache import KVCache
 from speculative.gpu.graph_step import GraphStep
 from speculative.model.attention import prepare_by
 from speculative.model.loading import load_decoder
 from speculative.request import Request
 from speculative.state.batch import StepInput
+from speculative.state.kv_cache import KVCache
 from speculative.state.sequence import Sequence
 from speculative.step.runner import ModelRunner
 from tests.support.engines import settings, tiny_engine

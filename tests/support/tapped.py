@@ -11,10 +11,10 @@ from serve_app.http.routes import Operations, build_ingress
 from serve_app.http.tap import Tap
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.prepared_request import Limits
-from serve_app.referee.answer import Answer
-from serve_app.referee.records import Record
-from serve_app.referee.replay_selection import Checks, Read
-from serve_app.referee.verdicts import Checked, Verdict
+from serve_app.referee.judge.answer import Answer
+from serve_app.referee.judge.verdicts import Checked, Verdict
+from serve_app.referee.records.records import Record
+from serve_app.referee.records.replay_selection import Checks, Read
 from serve_app.referee.wire.exchange import Exchange
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.text.tokenizer import Tokenizer

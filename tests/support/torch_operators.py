@@ -21,13 +21,13 @@ from speculative.gpu.row_judge import RowFields, SampledFrom
 from speculative.kernels.chosen import ChosenKernels
 from speculative.model.attention import prepare_by
 from speculative.model.layers import LayerOps
+from speculative.sampling.coupled import NoiseRows, accept_choice
+from speculative.sampling.draft_probs import Dense, DraftProbs, PointMass, SubVocabulary, mass_before
 from speculative.sampling.logprobs import gather_logprobs, mode_matrix
+from speculative.sampling.verification import VerifyInput, VerifyOutput
 from speculative.selfcheck.invariants import outside_filters
 from speculative.selfcheck.terms import TermScope
-from speculative.verification.base import VerifyInput, VerifyOutput
-from speculative.verification.coupled import NoiseRows, accept_choice
-from speculative.verification.draft_probs import Dense, DraftProbs, PointMass, SubVocabulary, mass_before
-from speculative.vocabulary.ops import VocabularyOps
+from speculative.step.vocabulary_ops import VocabularyOps
 
 
 @contextmanager

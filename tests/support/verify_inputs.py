@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from speculative.sampling.draft_probs import Dense, DraftProbs, PointMass
 from speculative.sampling.probs import draw
-from speculative.verification.base import VerifyInput
-from speculative.verification.draft_probs import Dense, DraftProbs, PointMass
+from speculative.sampling.verification import VerifyInput
 
 
 def verify_input(

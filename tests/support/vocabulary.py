@@ -5,8 +5,8 @@ import torch
 
 from speculative.kernels.chosen import choose_kernels
 from speculative.kernels.library import cpu_kernels
-from speculative.vocabulary.kernel_ops import choose_ops
-from speculative.vocabulary.ops import VocabularyOps
+from speculative.step.kernel_ops import choose_ops
+from speculative.step.vocabulary_ops import VocabularyOps
 
 needs_kernels = pytest.mark.skipif(cpu_kernels() is None, reason="no C++ compiler, or neither AVX-512 nor AVX2")
 CPU_OPS = choose_ops(choose_kernels(torch.device("cpu")))

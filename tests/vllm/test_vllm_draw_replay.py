@@ -10,8 +10,8 @@ import pytest_asyncio
 
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.backends.vllm_backend import VllmBackend
-from serve_app.referee.answer import Answer
-from serve_app.referee.records import Record
+from serve_app.referee.judge.answer import Answer
+from serve_app.referee.records.records import Record
 from speculative.config import DrafterConfig
 from speculative.request import Request, SamplingParams
 from speculative.selfcheck.replayed_draws import DrawCheck

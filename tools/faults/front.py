@@ -13,12 +13,12 @@ import httpx
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.http.routes import build_ingress
 from serve_app.openai.frontend import FrontEnd
-from serve_app.referee.answer import Answer
-from serve_app.referee.records import Record, Records
-from serve_app.referee.replay_selection import Checks
-from serve_app.referee.verdicts import Checked
+from serve_app.referee.judge.answer import Answer
+from serve_app.referee.judge.verdicts import Checked
+from serve_app.referee.records.own_reader import OwnReader
+from serve_app.referee.records.records import Record, Records
+from serve_app.referee.records.replay_selection import Checks
 from serve_app.referee.wire.exchange import CHAT, COMPLETIONS, GENERATE, RESPONSES
-from serve_app.referee.wire.own import OwnReader
 from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import Metrics, Sink

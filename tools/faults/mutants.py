@@ -20,26 +20,26 @@ from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.prepared_request import PreparedRequest
 from serve_app.openai.replies import ChoiceDelta, TokenEntry, Usage
 from serve_app.text.tokenizer import StopStrings
-from speculative.cache.prefix import hash_block
 from speculative.config import DrafterConfig
 from speculative.drafting.base import DraftOutput
 from speculative.engine import EngineCore
 from speculative.kernels.bindings import Kernels
 from speculative.request import FinishReason, Request, SamplingParams, Structure, TokenDelta, TokenLogprobs
+from speculative.sampling.draft_probs import Dense, PointMass
 from speculative.sampling.probs import draw
 from speculative.sampling.rng import Purpose, uniforms
+from speculative.sampling.token_wise import verify_token_wise
+from speculative.sampling.verification import VerifyInput, VerifyOutput
+from speculative.sampling.verify_rows import VerifyRows
 from speculative.scheduling.scheduler import Scheduler
 from speculative.selfcheck import terms
 from speculative.state import sequence as sequence_module
 from speculative.state.batch import Batch, StepInput
+from speculative.state.prefix import hash_block
 from speculative.state.sequence import Sequence
 from speculative.state.tree_input import TreeInput
 from speculative.stats import StepStats
 from speculative.step import host_copy, sampler
-from speculative.verification.base import VerifyInput, VerifyOutput
-from speculative.verification.draft_probs import Dense, PointMass
-from speculative.verification.rows import VerifyRows
-from speculative.verification.token_wise import verify_token_wise
 from tools.faults.traffic import WARM
 
 Install = Callable[[EngineCore], None]

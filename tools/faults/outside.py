@@ -9,7 +9,7 @@ from typing import Any
 from deploy.run.replayers import ReplayerOptions
 from deploy.watch.audit import NAMES, AuditOptions, run_audit
 from deploy.watch.referee import RefereeOptions
-from serve_app.referee.tolerance import Tolerance
+from serve_app.referee.judge.tolerance import Tolerance
 from speculative.config import DrafterConfig
 from tools.faults.mutants import MUTANTS, Mutant
 from tools.faults.served import FOR_MODELS, NGRAM, TINY, FaultyServer

@@ -8,10 +8,10 @@ from typing import Any
 
 from deploy.reports.progress import View
 from speculative.config import VerifierName
+from speculative.drafting.weights import Weights
 from speculative.engine import EngineCore
 from speculative.request import DEFAULT_VERSION, Request, SamplingParams
 from speculative.stats import CHECKS, CheckSums, StepStats
-from speculative.weights import Weights
 from tools.faults.front import watch_front_end
 from tools.faults.mutants import FRONT_END, MUTANTS, Mutant
 from tools.faults.toy import table_engine, tiny_engine, tiny_weights

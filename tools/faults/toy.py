@@ -16,18 +16,18 @@ from torch import Tensor
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.base import Drafter, DraftOutput
 from speculative.drafting.draft_model import DecoderDraftModel
+from speculative.drafting.weights import Weights
 from speculative.engine import EngineCore
 from speculative.model.attention import prepare_by
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 from speculative.model.rotary import Rope
+from speculative.sampling.draft_probs import Dense, PointMass
 from speculative.sampling.rng import Purpose, uniforms
 from speculative.state.batch import Batch, Int64s, StepInput
 from speculative.state.sequence import Sequence
 from speculative.state.token_constraint import Bools
 from speculative.step.runner import ModelRunner
-from speculative.verification.draft_probs import Dense, PointMass
-from speculative.weights import Weights
 
 NUM_DRAFTS = 3
 EOS = 1

@@ -6,14 +6,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from serve_app.backends.base import Replayed
-from serve_app.referee.answer import Answer
-from serve_app.referee.detectors import ReplicaWatch
-from serve_app.referee.draws import DrawResult
-from serve_app.referee.judgement import Judge
-from serve_app.referee.records import Record
-from serve_app.referee.replay_checker import comparable
-from serve_app.referee.replay_selection import chosen
-from serve_app.referee.tolerance import Tolerance
+from serve_app.referee.book.replay_checker import comparable
+from serve_app.referee.judge.answer import Answer
+from serve_app.referee.judge.detectors import ReplicaWatch
+from serve_app.referee.judge.draws import DrawResult
+from serve_app.referee.judge.judgement import Judge
+from serve_app.referee.judge.tolerance import Tolerance
+from serve_app.referee.records.records import Record
+from serve_app.referee.records.replay_selection import chosen
 from speculative.engine import EngineCore
 from speculative.errors import InvalidRequest
 from speculative.model.decoder import Decoder
@@ -190,7 +190,7 @@ def by_engine(engine: EngineCore) -> Recompute:
 
 def by_transformers(decoder: Decoder) -> Recompute:
     """By `transformers`, which has none of our model's code."""
-    from serve_app.referee.transformers_model import TransformersModel  # only where it is asked for
+    from serve_app.referee.book.transformers_model import TransformersModel  # only where it is asked for
 
     with TemporaryDirectory() as folder:
         write_checkpoint(decoder, Path(folder))

@@ -17,7 +17,7 @@ from deploy.watch.app import referee_app
 from deploy.watch.proxy import ProxyOptions, running_proxy
 from deploy.watch.referee import Referee, RefereeOptions
 from deploy.watch.run import running_referee
-from serve_app.referee.tolerance import Tolerance
+from serve_app.referee.judge.tolerance import Tolerance
 from tools.faults.outside import faulty_servers
 from tools.faults.served import FaultyServer, serving
 from tools.faults.tiny import VOCAB_SIZE, write_tiny_pair

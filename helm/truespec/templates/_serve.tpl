@@ -41,7 +41,7 @@ applications:
           target_ongoing_requests: {{ include "truespec.number" $pool.autoscaling.targetOngoingRequests }}
           {{- else }}
           policy:
-            policy_function: serve_app.routing.autoscaling:LoadPolicy
+            policy_function: serve_app.cluster.autoscaling:LoadPolicy
             policy_kwargs:
               targets:
                 {{- if eq $name "prefill" }}

@@ -6,8 +6,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from speculative.end_tokens import end_tokens
 from speculative.errors import ConfigError
+from speculative.model.end_tokens import end_tokens
 from speculative.model.file_names import QUANTIZED_FILE
 from speculative.model.forms import quantization_of
 

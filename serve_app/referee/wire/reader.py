@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from serve_app.backends.base import ModelInfo
-from serve_app.referee.answer import Answer
-from serve_app.referee.strata import WATCHED_LENGTHS, WATCHED_POSITIONS, shared
+from serve_app.referee.judge.answer import Answer
+from serve_app.referee.judge.strata import WATCHED_LENGTHS, WATCHED_POSITIONS, shared
 from serve_app.referee.wire.alternatives import AlternativesReader
 from serve_app.referee.wire.demands import CHANGES_CHOICES, Demands, Made, counts_all
 from serve_app.referee.wire.exchange import CHAT, COMPLETIONS, Exchange

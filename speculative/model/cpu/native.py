@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from speculative.cache.huge_pages import HugePages
 from speculative.kernels.bindings import Kernels, LayerStruct, LinearStruct
 from speculative.kernels.freed_memory import give_back_freed_memory
 from speculative.model.attention import StepAttention
 from speculative.model.fp8 import Rows
 from speculative.model.layers import MLP, Attend, Attention, HeadNorm, Linear, RMSNorm, WideNorm
 from speculative.model.quantized import GROUP, Quantized
+from speculative.state.huge_pages import HugePages
 
 _PANEL = 32  # outputs
 _KINDS = {"float32": 0, "bfloat16": 1}

@@ -14,7 +14,7 @@ from deploy.run.replayers import ReplayerOptions, make_replayer
 from deploy.watch.app import referee_app
 from deploy.watch.referee import RefereeOptions
 from deploy.watch.run import running_referee
-from serve_app.referee.tolerance import Tolerance
+from serve_app.referee.judge.tolerance import Tolerance
 from serve_app.referee.wire.exchange import COMPLETIONS, Exchange, ExchangeBatch
 from speculative.request import Request
 

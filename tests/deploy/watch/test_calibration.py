@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from deploy.watch.calibration import Floats, calibrate
-from serve_app.referee.tolerance import Tolerance
-from serve_app.referee.transformers_model import TransformersModel
+from serve_app.referee.book.transformers_model import TransformersModel
+from serve_app.referee.judge.tolerance import Tolerance
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import ConfigError
 from tests.support.fake_http import QuietHandler, serving

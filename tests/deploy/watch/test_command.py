@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from deploy.cli.main import main
 from deploy.run.ports import free_port
 from serve_app.config.serve_file import HttpOptions
-from serve_app.referee.transformers_model import TransformersModel
+from serve_app.referee.book.transformers_model import TransformersModel
 
 pytestmark = pytest.mark.slow
 

@@ -12,11 +12,11 @@ import torch
 from serve_app.backends.base import PauseMode
 from serve_app.backends.torch_backend import TorchBackend
 from speculative.config import WeightsName
+from speculative.drafting.weights import Weights
 from speculative.errors import ConfigError, EngineFault
 from speculative.kernels.library import cpu_kernels
 from speculative.model.decoder import Decoder
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta
-from speculative.weights import Weights
 from tests.support.engines import settings
 from tests.support.tiny_models import write_tiny_model
 

@@ -8,10 +8,10 @@ import torch
 
 from serve_app.backends.base import ModelInfo, Shard
 from serve_app.backends.vllm_parts import checkpoint
-from serve_app.referee.transformers_model import TransformersModel
+from serve_app.cluster.desired_state import WeightsRef
+from serve_app.cluster.weight_transfer import digest_of, fetched
+from serve_app.referee.book.transformers_model import TransformersModel
 from serve_app.text.tokenizer import Tokenizer
-from serve_app.weights.desired_state import WeightsRef
-from serve_app.weights.transfer import digest_of, fetched
 from speculative.model.config import ModelConfig
 from speculative.model.gguf import convert_gguf
 from speculative.model.loading import load_decoder

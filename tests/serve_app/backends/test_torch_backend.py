@@ -11,11 +11,11 @@ import pytest
 from serve_app.backends import torch_backend
 from serve_app.backends.base import Numerics
 from serve_app.backends.torch_backend import TorchBackend
-from speculative.arithmetic import Arithmetic
 from speculative.config import DrafterConfig, EngineConfig, WeightsName
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError, EngineFault
 from speculative.model import loading
+from speculative.model.arithmetic import Arithmetic
 from speculative.model.quantized import save_quantized
 from speculative.request import FinishReason, Request, SamplingParams, Speculation, TokenDelta
 from tests.support.backend_conformance import (

@@ -18,7 +18,7 @@ from speculative.errors import ConfigError
 
 AUTO = {"min_replicas": 2, "max_replicas": 5, "target_ongoing_requests": 3.0}  # in Ray Serve's words
 BY_REQUESTS = {**AUTO, "policy": "requests"}
-LOAD_POLICY = "serve_app.routing.autoscaling:LoadPolicy"
+LOAD_POLICY = "serve_app.cluster.autoscaling:LoadPolicy"
 BY_LOAD = {"max_replicas": 4, "target_kv_usage": 0.5, "downscale_delay_s": 30.0}
 
 

@@ -13,6 +13,7 @@ from ray.serve.exceptions import RayServeException
 
 from deploy import rl
 from serve_app.backends.base import PauseMode
+from serve_app.cluster.desired_state import CONFIGURED, WeightsRef, WeightsStatus
 from serve_app.config.files import parse_args
 from serve_app.deployments import controller as module
 from serve_app.deployments import controller_client
@@ -21,11 +22,10 @@ from serve_app.deployments.controller_client import ANSWERED, ControllerClient, 
 from serve_app.errors import UpdateRefused
 from serve_app.guard.breaker import BreakerState, Mode
 from serve_app.guard.heartbeat import ReplicaStatus, Report
-from serve_app.referee.answer import Answer
-from serve_app.referee.verdicts import Checked, Verdict
+from serve_app.referee.judge.answer import Answer
+from serve_app.referee.judge.verdicts import Checked, Verdict
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.telemetry.tracing import Tracing, request_id
-from serve_app.weights.desired_state import CONFIGURED, WeightsRef, WeightsStatus
 from tests.support.referees import Method, recorded
 
 
@@ -55,7 +55,7 @@ async def controller(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Controlle
     monkeypatch.setattr(module, "observe", lambda *_: Tracing())
     monkeypatch.setattr(module, "watch_pools", no_pools)
     monkeypatch.setattr(module.ray, "put", bytes)
-    monkeypatch.setattr("serve_app.weights.coordinator._FIRST_REPORTS_S", 0.0)
+    monkeypatch.setattr("serve_app.cluster.weight_coordinator._FIRST_REPORTS_S", 0.0)
     made = object.__new__(Controller)
     await made.__init__(parse_args({"model": {"source": "fake"}, "responses": {"max_mib": 1}}))  # type: ignore[misc]
     yield made

@@ -13,8 +13,8 @@ from serve_app.deployments import stream_router
 from serve_app.deployments.http_front import HttpFront
 from serve_app.deployments.remote_errors import answered
 from serve_app.guard.breaker import BreakerState, Mode
-from serve_app.referee.replay_selection import Checks
-from serve_app.referee.verdicts import Finished
+from serve_app.referee.judge.verdicts import Finished
+from serve_app.referee.records.replay_selection import Checks
 from serve_app.referee.wire.exchange import Exchange
 from serve_app.telemetry.tracing import Tracing
 from speculative.errors import EngineFault, InvalidRequest

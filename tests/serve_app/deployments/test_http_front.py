@@ -13,8 +13,8 @@ from serve_app.config.files import parse_args
 from serve_app.deployments.http_front import HttpFront
 from serve_app.deployments.runtime import ReplicaRuntime, Reporter
 from serve_app.http.routes import build_ingress
-from serve_app.referee.answer import Answer
-from serve_app.referee.records import Records
+from serve_app.referee.judge.answer import Answer
+from serve_app.referee.records.records import Records
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from serve_app.text.tokenizer import StopStrings, Tokenizer
 from speculative.request import FinishReason, TokenDelta, TokenKind

@@ -13,7 +13,7 @@ from deploy.run.machine import Machine
 from deploy.run.preflight import check_machine
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.config.files import parse_args
-from serve_app.page.status import StatusBook
+from serve_app.http.page.status import StatusBook
 from serve_app.telemetry.metrics import PrometheusSink
 from speculative.config import why_no_triton
 from speculative.errors import ConfigError

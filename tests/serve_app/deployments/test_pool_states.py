@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import pytest
 
+from serve_app.cluster.replica_counts import PoolState
 from serve_app.config.files import parse_args
 from serve_app.deployments import pool_states
-from serve_app.routing.replica_counts import PoolState
 from serve_app.telemetry.metrics import PrometheusSink
 
 

@@ -8,6 +8,7 @@ import pytest
 import ray
 import ray.cloudpickle as pickle
 
+from serve_app.cluster.transports import ReplyTransport
 from serve_app.config.files import parse_args
 from serve_app.deployments.engine_host import EngineHost
 from serve_app.deployments.pools import PrefillServer
@@ -15,7 +16,6 @@ from serve_app.deployments.prefill_pool import PrefillPool, PrefillReply, bytes_
 from serve_app.deployments.runtime import ReplicaRuntime
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.tracing import Carried
-from serve_app.transport.selection import ReplyTransport
 from speculative.request import Request, SamplingParams
 from tests.support.fake_backend import FakeBackend, FakeConfig
 from tests.support.referees import Method, RefereeHandle

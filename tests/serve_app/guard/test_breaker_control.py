@@ -20,12 +20,12 @@ from serve_app.guard.breaker_control import BreakerController
 from serve_app.guard.canary import Canary
 from serve_app.guard.heartbeat import Orders
 from serve_app.guard.rehearsal import Rehearsal, Rehearsing
-from serve_app.referee.answer import Answer
-from serve_app.referee.judgement import Judge
-from serve_app.referee.records import Records
-from serve_app.referee.replay_checker import ReplayChecker
-from serve_app.referee.replica_book import Finding, ReplicaBook
-from serve_app.referee.verdicts import Checked, Verdict
+from serve_app.referee.book.replay_checker import ReplayChecker
+from serve_app.referee.book.replica_book import Finding, ReplicaBook
+from serve_app.referee.judge.answer import Answer
+from serve_app.referee.judge.judgement import Judge
+from serve_app.referee.judge.verdicts import Checked, Verdict
+from serve_app.referee.records.records import Records
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import BufferSink, Metrics, Sink
 from speculative.config import DrafterConfig

@@ -9,9 +9,9 @@ from serve_app.guard.heartbeat import ReplicaStatus, Report
 from serve_app.guard.referee_counts import RefereeCounts
 from serve_app.guard.rehearsal import Rehearsal
 from serve_app.guard.replica_registry import ReplicaRegistry
-from serve_app.referee.replica_book import ReplicaBook
-from serve_app.referee.strata import SERVED_STRATA
-from serve_app.referee.verdicts import Trip
+from serve_app.referee.book.replica_book import ReplicaBook
+from serve_app.referee.judge.strata import SERVED_STRATA
+from serve_app.referee.judge.verdicts import Trip
 from serve_app.telemetry.metrics import BufferSink, Metrics, Sink
 from tests.support.clock import Clock
 from tests.support.referees import TOLERANCE

@@ -6,12 +6,12 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.access.access import Access, read_token
-from serve_app.access.request_gate import Gate
 from serve_app.backends.base import PauseMode
+from serve_app.cluster.desired_state import WeightsRef
 from serve_app.errors import UnknownReplica
+from serve_app.http.access.access import Access, read_token
+from serve_app.http.access.request_gate import Gate
 from serve_app.http.admin import Admin, RehearsalOrder, SpeculationOrder
-from serve_app.weights.desired_state import WeightsRef
 from speculative.errors import ConfigError
 from tests.support.fake_operator import FakeWeights, replicas
 from tests.support.fake_serving import Served, ServeFake

@@ -25,25 +25,25 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from serve_app.access.access import Access
-from serve_app.access.request_gate import Gate
 from serve_app.backends.base import ModelInfo
 from serve_app.backends.torch_backend import TorchBackend
+from serve_app.http.access.access import Access
+from serve_app.http.access.request_gate import Gate
 from serve_app.http.admin import Admin
 from serve_app.http.openapi import OPERATIONS, document
+from serve_app.http.page.feed import StatusFeed
+from serve_app.http.page.page_routes import add_page
 from serve_app.http.routes import Operations, build_ingress
 from serve_app.http.vllm_routes import VllmRoutes
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.prepared_request import Limits
 from serve_app.openai.responses.kept_responses import ResponseStore
-from serve_app.page.feed import StatusFeed
-from serve_app.page.page_routes import add_page
-from serve_app.referee.answer import Answer
-from serve_app.referee.records import Record, Records
-from serve_app.referee.replay_selection import Checks
-from serve_app.referee.verdicts import Checked
+from serve_app.referee.judge.answer import Answer
+from serve_app.referee.judge.verdicts import Checked
+from serve_app.referee.records.own_reader import OwnReader
+from serve_app.referee.records.records import Record, Records
+from serve_app.referee.records.replay_selection import Checks
 from serve_app.referee.wire.exchange import Exchange
-from serve_app.referee.wire.own import OwnReader
 from serve_app.streams.observed import SourceLimits
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import Metrics, PrometheusSink

@@ -14,11 +14,11 @@ import httpx
 import pytest
 import uvicorn
 
-from serve_app.access.access import Access
-from serve_app.access.request_gate import Gate
 from serve_app.backends.base import Prefilled
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.http import body
+from serve_app.http.access.access import Access
+from serve_app.http.access.request_gate import Gate
 from serve_app.http.event_stream import EventStream, Pace
 from serve_app.http.routes import build_ingress
 from serve_app.openai.frontend import FrontEnd

@@ -7,8 +7,8 @@ import openai
 import pytest
 from fastapi import FastAPI
 
-from serve_app.access.access import Access
-from serve_app.access.request_gate import Gate
+from serve_app.http.access.access import Access
+from serve_app.http.access.request_gate import Gate
 from serve_app.http.routes import Operations, build_ingress
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.responses.kept_responses import ResponseStore

@@ -13,9 +13,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serve_app.http.routes import Operations
 from serve_app.openai.prepared_request import Limits
 from serve_app.openai.responses.kept_responses import ResponseStore
-from serve_app.referee.answer import Answer
-from serve_app.referee.records import Record
-from serve_app.referee.tapped_reply import TappedBytes
+from serve_app.referee.judge.answer import Answer
+from serve_app.referee.records.records import Record
+from serve_app.referee.records.tapped_reply import TappedBytes
 from serve_app.referee.wire.exchange import Exchange
 from serve_app.streams.observed import SourceLimits
 from serve_app.text.tokenizer import Tokenizer

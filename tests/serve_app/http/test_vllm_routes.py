@@ -7,13 +7,13 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.access.access import Access
-from serve_app.access.request_gate import TRAINER, Gate
 from serve_app.backends.base import PauseMode
+from serve_app.cluster.desired_state import WeightsRef
+from serve_app.http.access.access import Access
+from serve_app.http.access.request_gate import TRAINER, Gate
 from serve_app.http.routes import Operations
 from serve_app.http.vllm_routes import VllmRoutes
 from serve_app.text.tokenizer import Tokenizer
-from serve_app.weights.desired_state import WeightsRef
 from tests.serve_app.http.test_routes import error_of
 from tests.support.fake_operator import FakeWeights
 from tests.support.fake_serving import Served, ServeFake

@@ -14,12 +14,12 @@ from serve_app.backends.torch_backend import load_engine
 from serve_app.errors import ModelNotFound
 from serve_app.guard.canary import Canary
 from serve_app.openai.frontend import FrontEnd
-from serve_app.referee.answer import Answer
-from serve_app.referee.judgement import Judge
-from serve_app.referee.records import Records
-from serve_app.referee.replay_checker import ReplayChecker
-from serve_app.referee.replica_book import ReplicaBook
-from serve_app.referee.verdicts import Checked, Verdict
+from serve_app.referee.book.replay_checker import ReplayChecker
+from serve_app.referee.book.replica_book import ReplicaBook
+from serve_app.referee.judge.answer import Answer
+from serve_app.referee.judge.judgement import Judge
+from serve_app.referee.judge.verdicts import Checked, Verdict
+from serve_app.referee.records.records import Records
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import Metrics, Sink
 from serve_app.text.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from serve_app.openai.choice import ChoiceRun, _Choice
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.responses import response_objects
 from serve_app.openai.responses.response_requests import ResponsesRequest
-from serve_app.referee.wire.own import OwnReader
+from serve_app.referee.records.own_reader import OwnReader
 from serve_app.text.answer_text import AnswerText
 from serve_app.text.tokenizer import StopStrings, Tokenizer
 from tests.support.front_ends import info

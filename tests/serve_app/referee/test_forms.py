@@ -10,11 +10,11 @@ import pytest
 
 from serve_app.backends.base import Numerics, Replayed, ServedWeights, precision_of
 from serve_app.config.files import parse_args
-from serve_app.referee.answer import Answer
-from serve_app.referee.judgement import Judge
-from serve_app.referee.tolerance import ServiceTolerances
-from serve_app.referee.transformers_model import TransformersReferee
-from serve_app.referee.verdicts import Checked, Verdict
+from serve_app.referee.book.transformers_model import TransformersReferee
+from serve_app.referee.judge.answer import Answer
+from serve_app.referee.judge.judgement import Judge
+from serve_app.referee.judge.tolerance import ServiceTolerances
+from serve_app.referee.judge.verdicts import Checked, Verdict
 from speculative.config import EngineConfig
 from speculative.engine import EngineCore
 from speculative.kernels.library import cpu_kernels

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from serve_app.guard.breaker import BreakerState, Mode
-from serve_app.referee.answer import Answer
-from serve_app.referee.verdicts import Finished, Trip, Verdict
+from serve_app.referee.judge.answer import Answer
+from serve_app.referee.judge.verdicts import Finished, Trip, Verdict
 from speculative.errors import EngineFault, EngineOverloaded, InvalidRequest, SequenceTooLong
 from speculative.request import ReplayedToken, Request, SamplingParams
 from tests.support.referees import NUM_TOKENS, RIGHT, Court, served

@@ -6,12 +6,12 @@ from collections.abc import Callable
 import pytest
 
 from serve_app.backends.base import Numerics, Replayed
-from serve_app.referee.answer import Answer
-from serve_app.referee.judgement import Judge
-from serve_app.referee.records import Record
-from serve_app.referee.replay_checker import ReplayChecker, comparable
-from serve_app.referee.replica_book import ReplicaBook
-from serve_app.referee.verdicts import Checked, Distribution, Verdict
+from serve_app.referee.book.replay_checker import ReplayChecker, comparable
+from serve_app.referee.book.replica_book import ReplicaBook
+from serve_app.referee.judge.answer import Answer
+from serve_app.referee.judge.judgement import Judge
+from serve_app.referee.judge.verdicts import Checked, Distribution, Verdict
+from serve_app.referee.records.records import Record
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams, TokenDelta
 from tests.support.referees import TOLERANCE, EngineReplay

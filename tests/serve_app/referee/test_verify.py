@@ -8,8 +8,8 @@ import pytest
 
 from serve_app.http.routes import Operations
 from serve_app.openai.frontend import FrontEnd
-from serve_app.referee.answer import Answer
-from serve_app.referee.verdicts import Verdict
+from serve_app.referee.judge.answer import Answer
+from serve_app.referee.judge.verdicts import Verdict
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
 from tests.support.fake_serving import BackendSource, ServeFake, make_backend

@@ -12,10 +12,10 @@ import pytest_asyncio
 
 from serve_app.backends.base import Handoff, Prefilled, is_taken_in
 from serve_app.backends.torch_backend import TorchBackend
-from serve_app.referee.answer import Answer
-from serve_app.referee.records import Record, Records
-from serve_app.referee.replay_selection import Selection
-from serve_app.referee.strata import STRATA
+from serve_app.referee.judge.answer import Answer
+from serve_app.referee.judge.strata import STRATA
+from serve_app.referee.records.records import Record, Records
+from serve_app.referee.records.replay_selection import Selection
 from serve_app.streams.backlog import Backlog
 from serve_app.streams.observed import ObservedSource, WeightAges
 from serve_app.streams.pooled import HandoffRoom, PooledTokenSource, PoolFull, PrefillPatience

@@ -19,7 +19,7 @@ from serve_app.errors import RequestAborted, UnsupportedParameter, reply_for
 from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.prepared_request import Limits
-from serve_app.referee.records import Records
+from serve_app.referee.records.records import Records
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.streams.resuming import ReplicaLost, ResumingSource, SignsOfLife, Streamed
 from serve_app.telemetry.metrics import BufferSink, Metrics

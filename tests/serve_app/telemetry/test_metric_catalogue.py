@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from serve_app.config.base import POOLS_OF_TOPOLOGY
-from serve_app.referee.controls import CONTROL_CHANGES, CONTROL_RESULTS
-from serve_app.referee.verdicts import Verdict
+from serve_app.referee.book.controls import CONTROL_CHANGES, CONTROL_RESULTS
+from serve_app.referee.judge.verdicts import Verdict
 from serve_app.telemetry.metric_names import CATALOGUE, COMMON_MEANINGS, METRICS
 from speculative.request import FinishReason
 

@@ -8,9 +8,9 @@ from typing import get_args
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.guard.referee_counts import RecentReplays, RefereeCounts
-from serve_app.referee.replay_checker import ReplayResult
-from serve_app.referee.strata import SERVED_STRATA, WATCHED_STRATA
-from serve_app.referee.verdicts import Checked
+from serve_app.referee.book.replay_checker import ReplayResult
+from serve_app.referee.judge.strata import SERVED_STRATA, WATCHED_STRATA
+from serve_app.referee.judge.verdicts import Checked
 from serve_app.streams.observed import WeightAges
 from serve_app.telemetry.metric_names import MAX_ANSWERING
 from serve_app.telemetry.metrics import BufferSink, Metrics, PrometheusSink

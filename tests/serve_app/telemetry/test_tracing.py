@@ -24,13 +24,13 @@ from opentelemetry.trace import StatusCode
 from serve_app.backends.base import Prefilled, Replayed
 from serve_app.http.routes import build_ingress
 from serve_app.openai.frontend import FrontEnd
-from serve_app.referee.answer import Answer
-from serve_app.referee.judgement import Judge
-from serve_app.referee.records import Record, Records
-from serve_app.referee.replay_checker import ReplayChecker
-from serve_app.referee.replay_selection import Checks
-from serve_app.referee.replica_book import ReplicaBook
-from serve_app.referee.verdicts import Checked
+from serve_app.referee.book.replay_checker import ReplayChecker
+from serve_app.referee.book.replica_book import ReplicaBook
+from serve_app.referee.judge.answer import Answer
+from serve_app.referee.judge.judgement import Judge
+from serve_app.referee.judge.verdicts import Checked
+from serve_app.referee.records.records import Record, Records
+from serve_app.referee.records.replay_selection import Checks
 from serve_app.streams import spans
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry import tracing

@@ -13,8 +13,8 @@ from speculative.drafting.neural_drafter import MadeDrafts, ModelDrafter
 from speculative.engine import EngineCore
 from speculative.kernels.library import cpu_kernels
 from speculative.request import Request, SamplingParams
+from speculative.sampling.draft_probs import SubVocabulary
 from speculative.state.batch import Batch, Entry
-from speculative.verification.draft_probs import SubVocabulary
 from tests.support.engines import Answer, answer_all, texts, tiny_engine
 from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import write_tiny_model

@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from speculative.cache.kv_cache import KVShape
 from speculative.config import DrafterConfig
 from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError, HandoffRefused
-from speculative.handoff import decode_state
 from speculative.model.config import ModelConfig
 from speculative.model.layers import Attend
 from speculative.model.loading import load_decoder
 from speculative.request import Request, SamplingParams
+from speculative.sampling.verification import VerifyInput, VerifyOutput
 from speculative.selfcheck.monitor import SelfCheck
-from speculative.verification.base import VerifyInput, VerifyOutput
+from speculative.state.handoff import decode_state
+from speculative.state.kv_cache import KVShape
 from tests.support.engines import (
     NO_DRAFTS,
     Answer,

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculative.cache.kv_cache import KVCache, KVShape
 from speculative.gpu.packed_attention import AttendPacked, PackedRows, SendPacked, tables_of
 from speculative.state.batch import AttentionRows
+from speculative.state.kv_cache import KVCache, KVShape
 from tests.support.judged_rows import of_wider
 from tests.support.torch_operators import attend_packed
 from tests.support.triton_interpreter import needs_triton

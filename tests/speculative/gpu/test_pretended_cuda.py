@@ -15,6 +15,7 @@ from torch import Tensor
 
 from speculative.config import DrafterConfig
 from speculative.drafting.neural_drafter import ModelDrafter
+from speculative.drafting.weights import load_weights
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError
 from speculative.gpu.operators import GraphOperators
@@ -24,7 +25,6 @@ from speculative.model.attention import prepare_by
 from speculative.model.layers import Fp8Linear
 from speculative.request import Request, SamplingParams
 from speculative.state.batch import Entry
-from speculative.weights import load_weights
 from tests.support.engines import (
     Answer,
     assert_idle,

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculative.cache.kv_cache import KVCache, KVShape
 from speculative.gpu.paged_attention import PagedAttention, PagedRows
 from speculative.model.attention import CacheAttention
 from speculative.model.config import ModelConfig
@@ -17,6 +16,7 @@ from speculative.model.fp8 import E4M3, Fp8Rows, quantize_rows
 from speculative.model.layers import Attention, LayerOps, RMSNorm, use_layer_ops
 from speculative.model.loading import load_decoder
 from speculative.model.rotary import Rope, Rotary
+from speculative.state.kv_cache import KVCache, KVShape
 from tests.support.tiny_models import write_tiny_model
 from tests.support.torch_operators import TorchAttend
 from tests.support.triton_interpreter import needs_triton, nobodys

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculative.cache.kv_cache import KVCache, KVShape
 from speculative.kernels import bindings
 from speculative.kernels import library as kernels_library
 from speculative.kernels.bindings import Kernels
@@ -24,6 +23,7 @@ from speculative.model.layers import Linear, RMSNorm
 from speculative.model.loading import load_decoder
 from speculative.model.quantized import quantize
 from speculative.state.batch import AttentionRows
+from speculative.state.kv_cache import KVCache, KVShape
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vocabulary import needs_kernels
 

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from speculative.cache.kv_cache import KVCache, KVShape
 from speculative.errors import ConfigError, UnsupportedModel
 from speculative.kernels.library import cpu_kernels
 from speculative.model.attention import StepAttention
@@ -21,6 +20,7 @@ from speculative.model.eagle3 import Eagle3Head, default_aux_layers, load_eagle3
 from speculative.model.head_checkpoint import read_held_out_rates
 from speculative.model.loading import load_decoder
 from speculative.state.batch import AttentionRows
+from speculative.state.kv_cache import KVCache, KVShape
 from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vocabulary import needs_kernels

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from serve_app.referee.transformers_model import TransformersModel
+from serve_app.referee.book.transformers_model import TransformersModel
 from speculative.errors import ConfigError, UnsupportedModel
 from speculative.model import loading
 from speculative.model.config import ModelConfig

@@ -10,7 +10,7 @@ import torch
 from speculative.request import SamplingParams
 from speculative.sampling.probs import SamplingRows
 from speculative.sampling.rng import Purpose, uniforms
-from speculative.vocabulary.ops import VocabularyOps
+from speculative.step.vocabulary_ops import VocabularyOps
 from tests.support.distributions import assert_departs, assert_follows
 from tests.support.vocabulary import with_both_ops
 

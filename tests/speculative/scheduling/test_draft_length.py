@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from speculative.draft_tree import rows_of_levels
 from speculative.request import Request, SamplingParams
 from speculative.scheduling.draft_length import DraftLength, DraftPlan, DynamicLength
 from speculative.state.batch import Entry, SequenceResult
-from speculative.state.draft_tree import rows_of_levels
 from speculative.state.sequence import Sequence
 from speculative.stats import StepStats
 from tests.support.markov_chain import sample, worst_window

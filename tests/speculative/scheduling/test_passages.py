@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from speculative.config import DrafterConfig
+from speculative.drafters import read_options
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError
-from speculative.lookup.registry import read_options
 from speculative.request import Request, SamplingParams, Structure
 from speculative.scheduling.draft_length import DynamicLength, make_draft_length
 from speculative.scheduling.passages import Passages, _Record

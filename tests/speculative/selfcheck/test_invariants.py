@@ -12,12 +12,12 @@ from speculative.drafting.base import DraftOutput
 from speculative.engine import EngineCore
 from speculative.errors import EngineFault
 from speculative.request import FinishReason, Request, SamplingParams
+from speculative.sampling.draft_probs import Dense
 from speculative.sampling.probs import SamplingRows
 from speculative.selfcheck.invariants import outside_filters
 from speculative.state.batch import SequenceResult
 from speculative.step import sampler
-from speculative.verification.draft_probs import Dense
-from speculative.vocabulary.ops import VocabularyOps
+from speculative.step.vocabulary_ops import VocabularyOps
 from tests.support.engines import Answer, answer_all
 from tests.support.vocabulary import with_both_ops
 from tools.faults.toy import table_engine

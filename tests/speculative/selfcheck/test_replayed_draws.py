@@ -23,7 +23,7 @@ from speculative.sampling.rng import Purpose, gumbel, uniforms
 from speculative.selfcheck.draw_margins import Distributions, redraw
 from speculative.selfcheck.replayed_draws import DrawCheck, Rounds
 from speculative.selfcheck.replayed_tokens import replayed_tokens
-from speculative.vocabulary.ops import VocabularyOps
+from speculative.step.vocabulary_ops import VocabularyOps
 from tests.support.engines import answer_all, settings
 from tests.support.tiny_heads import random_head
 from tools.faults.toy import EvenAndOdd, table_engine, tiny_engine, tiny_weights

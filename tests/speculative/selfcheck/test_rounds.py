@@ -11,17 +11,17 @@ import torch
 from speculative.engine import EngineCore
 from speculative.kernels.bindings import Kernels
 from speculative.request import Request, SamplingParams
+from speculative.sampling import verify_rows as rows
 from speculative.sampling.rng import Purpose, uniforms
+from speculative.sampling.token_wise import verify_token_wise
+from speculative.sampling.verification import VerifyInput
 from speculative.selfcheck.eprocess import STAKES
 from speculative.selfcheck.monitor import SelfCheck
 from speculative.selfcheck.terms import TermScope
 from speculative.state.batch import Batch, Entry
 from speculative.state.sequence import Sequence
 from speculative.stats import CheckSums, StepStats
-from speculative.verification import rows
-from speculative.verification.base import VerifyInput
-from speculative.verification.token_wise import verify_token_wise
-from speculative.vocabulary.ops import VocabularyOps
+from speculative.step.vocabulary_ops import VocabularyOps
 from tests.support.engines import answer_all
 from tests.support.verify_inputs import rounds_of_one_draft
 from tests.support.vocabulary import with_both_ops

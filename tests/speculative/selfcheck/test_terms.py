@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from speculative.request import Request, SamplingParams
+from speculative.sampling.draft_probs import Dense, DraftProbs, PointMass, SubVocabulary
+from speculative.sampling.verification import VerifyInput, residual
 from speculative.selfcheck.eprocess import ROUNDING, STAKES
 from speculative.selfcheck.monitor import SelfCheck
 from speculative.selfcheck.terms import TermScope
 from speculative.state.batch import Entry
 from speculative.state.sequence import Sequence
 from speculative.stats import CheckSums, StepStats
-from speculative.verification.base import VerifyInput, residual
-from speculative.verification.draft_probs import Dense, DraftProbs, PointMass, SubVocabulary
-from speculative.vocabulary.ops import VocabularyOps
+from speculative.step.vocabulary_ops import VocabularyOps
 from tests.support.engines import answer_all
 from tests.support.verify_inputs import rounds_of_one_draft, verify_input
 from tests.support.vocabulary import with_both_ops

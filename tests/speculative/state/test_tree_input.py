@@ -7,9 +7,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from speculative.draft_tree import DraftTree
 from speculative.request import Request
 from speculative.state.batch import Entry, build_step_input
-from speculative.state.draft_tree import DraftTree
 from speculative.state.sequence import Sequence
 from speculative.state.tree_input import TreeInput
 

@@ -10,13 +10,13 @@ import torch
 
 from serve_app.versions import version_of
 from speculative.config import DrafterConfig, EngineConfig
+from speculative.drafting.weights import load_weights
 from speculative.engine import EngineCore, resolve_device
 from speculative.errors import EngineFault
 from speculative.model.config import ModelConfig
 from speculative.model.loading import choose_weights
 from speculative.request import Request, SamplingParams
 from speculative.warm_up import warm_up
-from speculative.weights import load_weights
 from tools.bench.workers.channel import BatchOfPrompts, Meter, serve
 
 

@@ -4,8 +4,8 @@ from random import Random
 
 import pytest
 
-from serve_app.referee.records import Records
-from serve_app.referee.verdicts import Verdict
+from serve_app.referee.judge.verdicts import Verdict
+from serve_app.referee.records.records import Records
 from serve_app.referee.wire.demands import broken_limit
 from serve_app.telemetry.metrics import Metrics, Sink
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta, TokenKind

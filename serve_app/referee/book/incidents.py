@@ -1,0 +1,70 @@
+"""Incidents: trips and alarms by time and replica, remembered after the replica is gone."""
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from serve_app.referee.judge.detectors import Alarm
+from serve_app.referee.judge.found import Side
+
+_KEPT = 40  # different ones
+
+IncidentKind = Literal["trip", "canary", "selfcheck", "invariant", "logprobs", "replay", "independent"]
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """Something that was found wrong, once or again and again."""
+
+    kind: IncidentKind
+    name: str  # a trip's reason, a check, an invariant, a rule of logprobs, or what replays found
+    replica: str
+    first_at: float  # unix seconds
+    at: float  # the last time
+    num: float
+    strata: tuple[str, ...] = ()  # in which replays found it
+    suspect_since: float | None = None  # of a trip or a canary: answers that ended after this are suspect
+    side: Side = ""  # to which replays found a mean shifted; "" = to both, or to none
+
+
+class IncidentLog:
+    """The latest of them; what is found again is counted, so that one fault does not push out the others.
+
+    Args:
+        clock: unix seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._known: OrderedDict[tuple[str, ...], Incident] = OrderedDict()  # the latest last
+
+    def note(
+        self,
+        kind: IncidentKind,
+        name: str,
+        replica: str,
+        *,
+        num: float = 1,
+        at: float | None = None,
+        alarm: Alarm | None = None,
+        suspect_since: float | None = None,
+    ) -> None:
+        """Something was found wrong, by an alarm of replays or otherwise; `at` = now."""
+        key = (kind, name, replica)
+        at = self._clock() if at is None else at
+        first_at, before = at, self._known.pop(key, None)
+        strata: tuple[str, ...] = () if alarm is None else (alarm.stratum,)
+        side: Side = "" if alarm is None else alarm.side
+        if before is not None:
+            first_at, num = before.first_at, before.num + num
+            strata = tuple(dict.fromkeys(before.strata + strata))
+            side = side if side == before.side else ""
+        self._known[key] = Incident(kind, name, replica, first_at, at, num, strata, suspect_since, side)
+        while len(self._known) > _KEPT:
+            self._known.popitem(last=False)
+
+    def to_wire(self) -> list[dict[str, Any]]:
+        """Return all kept incidents, the latest first."""
+        return [dataclasses.asdict(incident) for incident in reversed(self._known.values())]

@@ -1,0 +1,257 @@
+"""The judgement of one answer by its replay: how far its logprobs are from the replay's, and whether its tokens follow
+the replay's distributions."""
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from serve_app.backends.base import Replayed
+from serve_app.referee.judge.alternative_checks import ComparedAlternatives
+from serve_app.referee.judge.answer import Answer
+from serve_app.referee.judge.detectors import SeenToken, distribution_alarm, drifts_of, once, rows_of, why_drifted
+from serve_app.referee.judge.draws import DrawResult, DrawsChecked, DrawTolerance, check_draws, placement_checks
+from serve_app.referee.judge.drift import NoiseFloor, TokenDrift, tme_of
+from serve_app.referee.judge.shift import KnownContexts, contexts_before, contexts_of, moves_of
+from serve_app.referee.judge.tolerance import Tolerance, Tolerances
+from serve_app.referee.judge.verdicts import Checked, Distribution, Verdict
+from speculative.request import SURPRISAL_CLIP_NATS, Request
+from speculative.selfcheck.replayed_draws import DrawCheck
+
+_PROMPT = ("prompt",)
+_SEEDS_KEPT = 65_536  # of the requests replayed last
+_UNCERTAIN_NATS = -0.1  # a logprob below which log odds move nearly as logits do
+_LEAST_PROCESSED = 0.5  # temperature; below it rounding moves a processed logprob too far
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """Judgement of one answer.
+
+    tokens: the same as evidence for the detectors of the replicas that made them: without what a client may choose, a
+        seed or a context that comes again.
+    misplaced: the checks of tokens that are not the likeliest of a greedy answer, or not allowed in a sampled one.
+    """
+
+    checked: Checked  # the verdict, and what it rests on
+    compared: tuple[SeenToken, ...]  # each compared token, the prompt's first
+    tokens: tuple[SeenToken, ...]
+    drift_tolerance: float  # the mean of exp|g - t| - 1 above which something is wrong
+    misplaced: tuple[DrawCheck, ...] = ()
+    draws: tuple[tuple[str, DrawResult], ...] = ()  # what was checked of each draw that was made again, and its result
+
+
+Judging = Callable[[Answer, Replayed], Judgement]
+"""`Judge.judge`, or what counts and keeps more of each judgement."""
+
+
+class _Noise:
+    """Between the engines of one pair: what is tolerated, and what was learnt of it."""
+
+    def __init__(self, tolerance: Tolerance) -> None:
+        self.tolerance = tolerance
+        self._floors: dict[str, NoiseFloor] = {}  # by the replica that answered
+        # Logprobs of likely tokens say little of how far rounding moves a near-tie, so it is always the pair's.
+        self.of_placement = DrawTolerance(tolerance.edge_nats)
+        self.of_draws = DrawTolerance(tolerance.edge_nats)
+
+    @property
+    def drift_tolerance(self) -> float:
+        """As of `NoiseFloor`, by the quietest replica: one that is at fault must not widen it."""
+        floors = [floor for floor in self._floors.values() if floor.is_known] or [NoiseFloor()]
+        return min(floor.tolerance(self.tolerance.max_tme) for floor in floors)
+
+    def learn(self, replica: str, output: Sequence[SeenToken], replayed: Sequence[float]) -> None:
+        """Take in the tokens of an answer of a replica for which nothing was drafted, and their replayed logprobs.
+        Those of certain tokens say nothing of how far logits move."""
+        self._floors.setdefault(replica, NoiseFloor()).add(drifts_of(output))
+        uncertain = (token.move for token, logprob in zip(output, replayed, strict=True) if logprob < _UNCERTAIN_NATS)
+        self.of_draws.add(move.log_odds for move in uncertain if move is not None)
+
+
+class Judge:
+    """Compares answers with their replays. It learns the noise from answers without drafts, and remembers seeds, and
+    contexts.
+
+    Args:
+        tolerances: between the engines that answer and those that replay; `max_tme` is above the noise floor.
+    """
+
+    def __init__(self, tolerances: Tolerances) -> None:
+        self._tolerances = tolerances
+        self._noise: dict[Tolerance, _Noise] = {}
+        self._contexts = KnownContexts()
+        self._seeds: OrderedDict[int, None] = OrderedDict()
+
+    def judge(self, answer: Answer, replayed: Replayed) -> Judgement:
+        """Compare an answer with its replay. Raises ValueError: the replay has not one logprob for each of the answer's
+        tokens."""
+        if answer.untested:
+            replayed = dataclasses.replace(replayed, replayed=None)
+        of_each = [
+            None if logprob is None else TokenDrift.between(logprob, again)
+            for logprob, again in zip(_served(answer), replayed.logprobs, strict=True)
+        ]
+        drifts = [drift for drift in of_each if drift is not None]
+        greedy, of_output = answer.request.params.greedy, of_each[len(answer.prompt_logprobs) :]
+        tolerance = self._tolerances.between(answer.numerics, replayed.numerics)
+        if tolerance not in self._noise:
+            self._noise[tolerance] = _Noise(tolerance)
+        noise = self._noise[tolerance]
+        draws, results = _draws(noise.of_draws, answer, replayed, of_output)
+        placed = placement_checks(replayed.replayed or (), answer.request.params)
+        found = noise.of_placement.judge_all(placed, of_output)
+        misplaced = tuple(one for one, result in zip(placed, found, strict=True) if result is DrawResult.WRONG)
+        others = ComparedAlternatives.of(answer, replayed)
+        seen = _seen(answer, of_each, replayed, draws, others)
+        drift_tolerance = noise.drift_tolerance
+        output = seen[len(answer.prompt_logprobs) :]
+        likeliest = answer.request.params.temperature < tolerance.cold  # are all that is drawn; greedy ones anyway
+        distribution = self._distribution(answer.request, output, likeliest)
+        if distribution is Distribution.CHOSEN_SEED:
+            seen = [dataclasses.replace(token, drawn=False) for token in seen]
+        own = once(seen, KnownContexts(), tolerance)
+        alarm = distribution_alarm(*rows_of(own), likeliest, tolerance)
+        drifted = why_drifted(own, drift_tolerance, tolerance)
+        checks = _checks(distribution, draws, greedy=likeliest, logprobs=bool(answer.logprobs))
+        reason = drifted or (f"distribution: {alarm}" if alarm else _wrong_token(misplaced, draws, answer))
+        checks += ("alternatives",) * bool(others.found.num_compared)
+        reason = reason or others.wrong(noise.of_placement, drift_tolerance, tolerance.jump_nats)
+        agrees = Verdict.LOGPROBS_ONLY if distribution is Distribution.UNTESTED else Verdict.VERIFIED
+        checked = Checked(
+            verdict=Verdict.SUSPECT if reason else agrees if checks else Verdict.UNVERIFIED,
+            reason=reason or ("replayed" if checks else "its replay reports nothing to compare with"),
+            num_tokens=len(seen) if checks else len(drifts),
+            tme=tme_of(drifts),
+            max_drift_nats=max((drift.nats for drift in drifts), default=None),
+            replayed_by=replayed.replica,
+            checks=checks + ("wire",) * (answer.wire == "agrees"),
+            distribution=distribution,
+            draws=draws,
+            alternatives=others.found,
+        )
+        if answer.num_drafted == 0:
+            noise.learn(answer.replica, output, replayed.logprobs[len(answer.prompt_logprobs) :])
+        evidence = self._without_known_contexts(answer, seen)
+        if likeliest and not greedy:  # how rounding turns out decides
+            evidence = [dataclasses.replace(token, row=None, draw=None) for token in evidence]
+        if distribution is Distribution.CHOSEN_SEED:
+            # The same random numbers come near an edge again: that is no further evidence.
+            follows = DrawResult.FOLLOWS
+            evidence = [
+                dataclasses.replace(token, draw=follows) if token.draw is DrawResult.NEAR else token
+                for token in evidence
+            ]
+        return Judgement(checked, tuple(seen), tuple(evidence), drift_tolerance, misplaced, results)
+
+    def _without_known_contexts(self, answer: Answer, seen: Sequence[SeenToken]) -> list[SeenToken]:
+        """Without the moves of tokens whose contexts are those of earlier answers: what rounds them is the same."""
+        before = self._contexts.add(contexts_of(_tokens(answer), len(seen)))
+        return [
+            token if one is None else dataclasses.replace(token, move=None)
+            for token, one in zip(seen, before, strict=True)
+        ]
+
+    def _distribution(self, request: Request, output: Sequence[SeenToken], likeliest: bool) -> Distribution:
+        """Return what its replayed tokens can show about their distribution; likeliest: or only whether they are
+        that."""
+        if all(token.row is None for token in output):
+            return Distribution.UNTESTED
+        if likeliest:
+            return Distribution.GREEDY
+        if request.canary:  # whose seeds are its replica's own
+            return Distribution.TESTED
+        is_new = request.seed not in self._seeds  # with the same seed come the same random numbers
+        self._seeds[request.seed] = None
+        if len(self._seeds) > _SEEDS_KEPT:
+            self._seeds.popitem(last=False)
+        return Distribution.TESTED if is_new and not request.chosen_seed else Distribution.CHOSEN_SEED
+
+
+def processed_logprobs(replayed: Replayed) -> tuple[float, ...]:
+    """The logprob of each token after temperature and filters, nats; no further below 0 than surprisals are clipped."""
+    rows = replayed.replayed
+    return replayed.logprobs if rows is None else tuple(-row.surprisal for row in rows)
+
+
+def as_processed(answer: Answer, replayed: Replayed) -> tuple[Answer, Replayed]:
+    """Both with logprobs after temperature and filters, for a server that reports these; without those of tokens so
+    unlikely that they are clipped, and of temperatures that magnify rounding."""
+    far = [row.surprisal >= SURPRISAL_CLIP_NATS for row in replayed.replayed or ()]
+    comparable = far and answer.logprobs and not 0 < answer.request.params.temperature < _LEAST_PROCESSED
+    logprobs = tuple(None if one else own for one, own in zip(far, answer.logprobs, strict=True)) if comparable else ()
+    left_out = answer.num_left_out + sum(len(one.pairs) for one in answer.alternatives)
+    as_served = dataclasses.replace(
+        answer, logprobs=logprobs, prompt_logprobs=(), alternatives=(), num_left_out=left_out
+    )
+    of_output = processed_logprobs(replayed)[-len(answer.token_ids) :]
+    return as_served, dataclasses.replace(replayed, logprobs=of_output, entries=())
+
+
+def _tokens(answer: Answer) -> tuple[int, ...]:
+    return answer.request.prompt_token_ids + answer.token_ids
+
+
+def _draws(
+    tolerance: DrawTolerance, answer: Answer, replayed: Replayed, drifts: Sequence[TokenDrift | None]
+) -> tuple[DrawsChecked, tuple[tuple[str, DrawResult], ...]]:
+    """Make the draws of an answer again; drifts: of its tokens. The second value is `Judgement.draws`."""
+    if answer.request.params.greedy:
+        return DrawsChecked(reason="nothing was drawn"), ()
+    if answer.replayable_rounds is None or replayed.replayed is None:
+        return DrawsChecked(reason="the engine did not report how it sampled"), ()
+    checks = answer.replayable_rounds.check(replayed.replayed)
+    found = tolerance.judge_all(checks, drifts)
+    if not answer.request.canary:  # which may be wrong on purpose
+        tolerance.add_drafts(checks)
+    results = tuple((check.kind, result) for check, result in zip(checks, found, strict=True))
+    return check_draws(len(answer.token_ids), checks, found), results
+
+
+def _seen(
+    answer: Answer,
+    drifts: Sequence[TokenDrift | None],
+    replayed: Replayed,
+    draws: DrawsChecked,
+    others: ComparedAlternatives,
+) -> list[SeenToken]:
+    num_prompt = len(answer.prompt_logprobs)
+    beside = others.drift_at(answer.num_tokens - len(drifts), answer.num_tokens)
+    rows = [*[None] * num_prompt, *(replayed.replayed or [None] * len(answer.token_ids))]
+    results = [*[None] * num_prompt, *(draws.results or [None] * len(answer.token_ids))]
+    made_by = [*[answer.prompt_scored_by] * num_prompt, *answer.made_by]
+    strata = [*[_PROMPT] * num_prompt, *answer.strata]
+    moves = moves_of(_tokens(answer), _served(answer), replayed.logprobs)
+    contexts = contexts_before(_tokens(answer), len(drifts))
+    parts = (strata, drifts, rows, made_by, results, beside, moves, contexts)
+    return [SeenToken(*one) for one in zip(*parts, strict=True)]
+
+
+def _served(answer: Answer) -> tuple[float | None, ...]:
+    """Its logprobs, the prompt's first; None where there is none."""
+    return (*answer.prompt_logprobs, *(answer.logprobs or [None] * len(answer.token_ids)))
+
+
+def _wrong_token(misplaced: Sequence[DrawCheck], draws: DrawsChecked, answer: Answer) -> str:
+    """The first token of an answer that is wrong by itself; "" = none is."""
+    if misplaced:
+        index, kind, nats, *_ = misplaced[0]
+        beyond = "below the likeliest" if kind == "likeliest" else "outside what the request allows"
+        return f"{kind}: token {index} is {nats:.3g} nats {beyond}"
+    if draws.wrong is None:
+        return ""
+    return (
+        f"draws: token {draws.wrong} ({answer.kinds[draws.wrong].value}) is not the one that the request's seed demands"
+    )
+
+
+def _checks(distribution: Distribution, draws: DrawsChecked, *, greedy: bool, logprobs: bool) -> tuple[str, ...]:
+    """The checks that the replayed tokens of an answer went through, as `Checked.checks` names them."""
+    checks = ["logprobs"] if logprobs else []
+    if distribution is not Distribution.UNTESTED:
+        checks.append("likeliest" if greedy else "support")
+    if distribution is Distribution.TESTED:
+        checks.append("distribution")
+    if draws.num_checked:
+        checks.append("draws")
+    return tuple(checks)

@@ -1,0 +1,198 @@
+"""Tolerances: how far rounding moves what two engines compute from the same weights. This is the one place that says
+what is no fault.
+
+A tolerance belongs to a *pair*: the engine that answered, and the one that computes the answer again. It goes by the
+coarser precision of the two: the replicas report it (`Numerics`), and `KnownNumerics` holds them to their configuration
+and checkpoint. Where one has the weights in another form than the other, that counts as bfloat16 at least:
+the plain weights beside four-bit ones are those, rounded to bfloat16.
+
+| pair | who | a logit may move by |
+|---|---|---|
+| the same engine, if it rounds a row alike in any batch | our CPU kernels' own replays | `EDGE_NATS` of the precision |
+| any other | replays on a GPU, by torch or vLLM; `transformers`; `watch`, `verify` | twice that |
+| two in float32 | any of them | `EDGE_NATS["float32"]` |
+
+Each engine rounds by itself: two that round independently are up to twice as far apart as one is from the exact value,
+and so is an answer that was decoded a few rows at a time from its replay in one piece, where products round by the size
+of the batch. Our CPU kernels make the same error each time; FP8 was measured between batches of other sizes. In float32
+both errors are far below the bound, so that it is not doubled. What is said of logits holds of the mean of their moves
+and of TME's excess, too.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from serve_app.backends.base import PRECISIONS, UNKNOWN_NUMERICS, Numerics, precision_of
+from serve_app.config.app_config import EngineSection, ReplaySection
+from serve_app.referee.judge.evidence import CalibrationTest
+from serve_app.referee.judge.shift import ShiftTest
+from speculative.errors import ConfigError
+from speculative.request import SURPRISAL_CLIP_NATS
+
+FORMAT = "truespec-tolerance-1"
+
+EDGE_NATS = {"float32": 1e-3, "bfloat16": 0.25, "w4a8": 1.0, "fp8": 2.0}
+"""Largest shift of a logit by rounding, in nats, by the engine's precision."""
+
+_MAX_TME = {"float32": (1.001, 1.001), "bfloat16": (1.05, 1.1), "w4a8": (1.05, 1.1), "fp8": (1.2, 1.3)}
+_SHIFT_NATS = {"float32": 1e-4, "bfloat16": 0.025, "w4a8": 0.05, "fp8": 0.1}
+_DISTRIBUTION = {"float32": 0.01, "bfloat16": 0.01, "w4a8": 0.01, "fp8": 0.03}
+_JUMP_NATS = {"float32": 0.01, "bfloat16": 1.0, "w4a8": 1.0, "fp8": 2.0}
+_COLD = 0.1  # of what rounding moves logits by
+_NUMBERS = ("max_tme", "edge_nats", "distribution", "jump_nats", "shift_nats")
+
+
+def reach_of(precision: str) -> float:
+    """Return how far from an edge of the filters a token may be found on its other side, nats, where the engine that
+    answered is of this precision; "" = it is not known."""
+    return 2 * max(EDGE_NATS["bfloat16"], EDGE_NATS.get(precision, 0.0))  # whoever replays it
+
+
+class Tolerances(Protocol):
+    """The tolerance of each pair of engines."""
+
+    def between(self, served: Numerics, replayed: Numerics) -> "Tolerance":
+        """Return the tolerance for answers of an engine of these numerics that another computes again."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """The differences between two engines that are no fault."""
+
+    max_tme: float  # the largest mean of exp|g - t| over the logprobs
+    edge_nats: float  # largest shift of a logit by rounding, and with it of a filter's edge or the likeliest token
+    distribution: float  # the most that rounding adds to the means of the calibration test's terms
+    jump_nats: float  # logprobs of more than one token in a thousand are no further off
+    shift_nats: float  # largest shift of the mean of the logprobs' log odds by rounding
+    processed: bool = False  # whether the server's logprobs are those after temperature and filters
+    source: str = ""  # of these figures, in words
+    measured: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)  # results of the calibration
+
+    @classmethod
+    def between_equals(cls, precision: str) -> "Tolerance":
+        """For an answer that is computed again by an engine of the same kind, in the same precision."""
+        return cls._of(precision, False, f"for equal engines in {precision}")
+
+    @classmethod
+    def against_float32(cls, precision: str) -> "Tolerance":
+        """For an answer of a server in this precision that another engine computes again in float32."""
+        return cls._of(precision, True, f"for {precision}")
+
+    @classmethod
+    def _of(cls, precision: str, apart: bool, source: str) -> "Tolerance":
+        times = 2 if apart and precision != "float32" else 1
+        return cls(
+            max_tme=_MAX_TME[precision][apart],
+            edge_nats=times * EDGE_NATS[precision],
+            distribution=_DISTRIBUTION[precision],
+            jump_nats=_JUMP_NATS[precision],
+            shift_nats=times * _SHIFT_NATS[precision],
+            source=source,
+        )
+
+    @property
+    def cold(self) -> float:
+        """A temperature below which rounding decides which token is sampled: the likeliest is as good as certain."""
+        return _COLD * self.edge_nats
+
+    def between(self, served: Numerics, replayed: Numerics) -> "Tolerance":
+        """This one, whatever the pair: for referees that know of one only."""
+        return self
+
+    def calibration_test(self, delta: float) -> CalibrationTest:
+        """A test of the tokens' distribution with this tolerance; delta: probability of a false alarm."""
+        return CalibrationTest(tolerance=self.distribution, edge_nats=self.edge_nats, delta=delta)
+
+    def shift_test(self, delta: float) -> ShiftTest:
+        """A test of the mean of the logprobs with this tolerance; delta: probability of a false alarm."""
+        return ShiftTest(self.edge_nats, self.shift_nats, delta)
+
+    @classmethod
+    def read(cls, path: Path) -> "Tolerance":
+        """Return what `truespec watch calibrate` wrote. Raises ConfigError: the file cannot be read, or holds something
+        else."""
+        try:
+            wire = json.loads(path.read_text(encoding="utf-8"))
+            if wire["format"] != FORMAT:
+                raise ValueError(f"its format is {wire['format']!r}")
+            numbers = {name: float(wire[name]) for name in _NUMBERS}
+            if not (numbers["max_tme"] >= 1 > numbers["distribution"] and all(one >= 0 for one in numbers.values())):
+                raise ValueError("a figure is out of range")
+            return cls(
+                **numbers,
+                processed=wire["processed"] is True,
+                source=str(wire["source"]),
+                measured=dict(wire["measured"]),
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"--tolerance {path}: holds no tolerance ({error}); `truespec watch calibrate` writes one."
+            ) from error
+
+    def facts(self) -> dict[str, str]:
+        """Return what is no fault, by name, in words."""
+        return {
+            "for": self.source,
+            "TME": f"at most {self.max_tme:.4g}",
+            "logits": f"moved by at most {self.edge_nats:.3g} nats",
+            "means": f"of p(y) shifted by at most {self.distribution:.3g} by rounding, of surprisals by "
+            f"{self.distribution * SURPRISAL_CLIP_NATS:.3g} nats",
+            "log odds": f"shifted by at most {self.shift_nats:.3g} nats on average",
+            "logprobs": f"{'after' if self.processed else 'before'} temperature and filters; one in a thousand may be "
+            f"off by more than {self.jump_nats:.3g} nats",
+            **{f"measured {name}": str(value) for name, value in self.measured.items()},
+        }
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return {"format": FORMAT, **dataclasses.asdict(self)}
+
+
+def coarser_of(served: Numerics, replayed: Numerics) -> str:
+    """The precision by which a pair's tolerance goes; both say what theirs is."""
+    precisions = [served.precision, replayed.precision]
+    if served.weights != replayed.weights and served.weights and replayed.weights:
+        precisions.append("bfloat16")
+    return max(precisions, key=PRECISIONS.index)
+
+
+class ServiceTolerances:
+    """A service's: by the pair's precisions, as its replicas report them, and by what its configuration sets."""
+
+    def __init__(self, replay: ReplaySection, engine: EngineSection) -> None:
+        self._replay = replay
+        self._configured = precision_of(engine.dtype, engine.quantization)
+        self._known: dict[tuple[Numerics, Numerics], Tolerance] = {}
+
+    @property
+    def configured(self) -> Tolerance:
+        """Between replicas that compute as the configuration says."""
+        return self.between(UNKNOWN_NUMERICS, UNKNOWN_NUMERICS)
+
+    def between(self, served: Numerics, replayed: Numerics) -> Tolerance:
+        """Return the tolerance of a pair; an engine that does not say how it computes does so as configured."""
+        pair = served, replayed
+        if (known := self._known.get(pair)) is not None:
+            return known
+        served, replayed = (
+            one if one.precision else dataclasses.replace(one, precision=self._configured) for one in (served, replayed)
+        )
+        coarser = coarser_of(served, replayed)
+        own = Tolerance.between_equals(coarser)
+        alike = served == replayed and (served.repeats or coarser == "fp8")  # whose figures are between batches
+        found = own if alike else Tolerance.against_float32(coarser)
+        replay = self._replay
+        times = 1.0 if replay.edge_nats is None else replay.edge_nats / own.edge_nats
+        self._known[pair] = dataclasses.replace(
+            found,
+            max_tme=replay.max_tme or found.max_tme,
+            distribution=found.distribution if replay.distribution_tolerance is None else replay.distribution_tolerance,
+            edge_nats=times * found.edge_nats,
+            shift_nats=times * found.shift_nats,
+        )
+        return self._known[pair]

@@ -1,1 +1,0 @@
-"""Routing: the replica that takes a request, and the number of replicas."""

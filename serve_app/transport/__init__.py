@@ -1,1 +1,0 @@
-"""Transports of handoffs from a prefill replica to a decode replica."""

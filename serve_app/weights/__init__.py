@@ -1,1 +1,0 @@
-"""Updates of the weights while the service runs."""

@@ -1,1 +1,0 @@
-"""The cache of computed keys and values: paged blocks, and the names by which equal prefixes are found."""

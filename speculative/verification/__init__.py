@@ -1,1 +1,0 @@
-"""Verifiers: which drafts survive, and which token follows them."""
