@@ -4,11 +4,11 @@ Counters end in `_total` and count from 0 at the start of the process that keeps
 from counters, and quantiles from histograms.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES
+from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES, CheckSums, StepStats
 
 PREFIX = "truespec_"
 COMMON_LABELS = ("model_name", "pool")
@@ -123,6 +123,8 @@ _DRIFT_NATS = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 5.0, 10.0)
 Kind = Literal["counter", "gauge", "histogram"]
 Meaning = Mapping[str, str] | str
 """Meaning of a label: each value with its own; one text where the set of values is open."""
+StepCounts = Callable[[StepStats], float | Mapping[str, float]]
+"""What a counter reads of an engine's steps: a number, or one for each value of its label."""
 
 _POOLS = {
     "prefill": "computes prompts and replays; the referee's counts are reported here, too",
@@ -158,6 +160,7 @@ class Metric:
     text: str
     meanings: Mapping[str, Meaning] = field(default_factory=dict)
     buckets: tuple[float, ...] = ()  # upper bounds of a histogram, ascending and positive; +Inf is implied
+    steps: StepCounts | None = None  # of a counter that engines keep, who know no metrics
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -174,8 +177,8 @@ def _listed(meaning: Meaning) -> str:
     return meaning if isinstance(meaning, str) else "; ".join(f"{value} = {text}" for value, text in meaning.items())
 
 
-def _counter(name: str, text: str, **labels: Meaning) -> Metric:
-    return Metric(PREFIX + name, "counter", text, labels)
+def _counter(name: str, text: str, steps: StepCounts | None = None, /, **labels: Meaning) -> Metric:
+    return Metric(PREFIX + name, "counter", text, labels, steps=steps)
 
 
 def _gauge(name: str, text: str, **labels: Meaning) -> Metric:
@@ -186,16 +189,27 @@ def _histogram(name: str, text: str, buckets: tuple[float, ...]) -> Metric:
     return Metric(PREFIX + name, "histogram", text, {}, buckets)
 
 
+def _positions(counts: Sequence[float]) -> Mapping[str, float]:
+    return {str(position): count for position, count in enumerate(counts)}
+
+
+def _of_checks(part: str) -> StepCounts:
+    return lambda s: {check: getattr(s.checks.get(check, CheckSums()), part) for check in CHECKS}
+
+
 CATALOGUE: tuple[Metric, ...] = (
     # Speculation
-    _counter("drafts_total", "Rounds in which a sequence had at least one draft token."),
-    _counter("draft_tokens_total", "Draft tokens proposed."),
-    _counter("accepted_tokens_total", "Draft tokens accepted by the verifier."),
+    _counter("drafts_total", "Rounds in which a sequence had at least one draft token.", lambda s: s.num_drafts),
+    _counter("draft_tokens_total", "Draft tokens proposed.", lambda s: s.num_drafted),
+    _counter("accepted_tokens_total", "Draft tokens accepted by the verifier.", lambda s: s.num_accepted),
     _counter("emitted_tokens_total",
-        "Tokens emitted: accepted drafts, and the recovered or bonus token of each round."),
-    _counter("prompt_tokens_total", "Prompt tokens computed, recomputation after preemption included."),
-    _counter("draft_tokens_per_position_total", "Draft tokens proposed.", position=_POSITION),
-    _counter("accepted_tokens_per_position_total", "Draft tokens accepted.", position=_POSITION),
+        "Tokens emitted: accepted drafts, and the recovered or bonus token of each round.", lambda s: s.num_emitted),
+    _counter("prompt_tokens_total", "Prompt tokens computed, recomputation after preemption included.",
+        lambda s: s.num_prompt_tokens),
+    _counter("draft_tokens_per_position_total", "Draft tokens proposed.",
+        lambda s: _positions(s.drafted_per_position), position=_POSITION),
+    _counter("accepted_tokens_per_position_total", "Draft tokens accepted.",
+        lambda s: _positions(s.accepted_per_position), position=_POSITION),
     _gauge("held_out_acceptance_ratio",
         "Share of a draft head's drafts at a position that training found accepted on held-out answers, given that "
         "all before it are accepted. Exported for heads that come with it.",
@@ -207,19 +221,22 @@ CATALOGUE: tuple[Metric, ...] = (
         weights="as above"),
     _counter("expected_accepted_tokens_total",
         "Sum of the verifier's own acceptance probabilities over the positions it reached. Accepted tokens must match "
-        "it."),
+        "it.", lambda s: s.expected_accepted),
     _counter("achievable_accepted_tokens_total",
         "Sum of sum(min(p, q)) over the positions reached, with the q that drafts were sampled from: the most that a "
-        "verifier can accept that knows q."),
-    _counter("step_seconds_total", "Time of the engine's steps.", phase={
+        "verifier can accept that knows q.", lambda s: s.achievable_accepted),
+    _counter("step_seconds_total", "Time of the engine's steps.",
+        lambda s: {"draft": s.draft_s, "verify": s.verify_s}, phase={
         "draft": "drafting",
         "verify": "the target's forward pass and verification",
     }),
     _counter("speculated_seconds_total",
         "Time of steps that decode with drafts, where it is known what they cost without: drafts of dynamic length by "
-        "truespec's engine. A step that took far longer than such steps do counts as a slow one."),
+        "truespec's engine. A step that took far longer than such steps do counts as a slow one.",
+        lambda s: s.speculated_s),
     _counter("speculated_plain_seconds_total",
-        "The time that the tokens of these steps would have taken without drafts, estimated from timed steps."),
+        "The time that the tokens of these steps would have taken without drafts, estimated from timed steps.",
+        lambda s: s.speculated_plain_s),
     # Handoff and recovery
     _counter("handoffs_total", "Handoffs from prefill to decode.", result={
         "ok": "accepted by the decode engine",
@@ -227,7 +244,8 @@ CATALOGUE: tuple[Metric, ...] = (
         "failed": "no prefill replica supplied one; the decode engine computed the prompt",
     }),
     _counter("handoff_bytes_total", "Bytes of computed-token state handed off."),
-    _counter("handoff_seconds_total", "Time spent on handoffs.", phase={
+    _counter("handoff_seconds_total", "Time spent on handoffs.",
+        lambda s: {"export": s.export_s, "check": s.check_s, "insert": s.insert_s}, phase={
         "prefill": "from the request for a prefill to its answer, as the decode replica sees it",
         "export": "copying keys and values out of the prefill engine's cache",
         "pack": "preparing the handoff for its transport",
@@ -285,31 +303,38 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     # KV cache
     _gauge("kv_cache_usage_ratio", "Share of the KV blocks that sequences hold, 0 to 1."),
-    _counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."),
-    _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
-    _counter("preemptions_total", "Sequences that lost their KV and were recomputed."),
+    _counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.",
+        lambda s: s.prefix_cache_queries),
+    _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_cache_hits),
+    _counter("preemptions_total", "Sequences that lost their KV and were recomputed.", lambda s: s.num_preemptions),
     # Self-checks of the engine
     _counter("selfcheck_alarms_total",
         "Alarms of the engine's self-checks, whose terms have mean 0 as long as it samples from the distributions it "
-        "claims to. A healthy engine raises none.", check=CHECKS),
+        "claims to. A healthy engine raises none.", lambda s: dict.fromkeys(CHECKS, 0) | s.alarms, check=CHECKS),
     _counter("selfcheck_terms_total",
-        "Zero-mean terms evaluated; z = (positive - negative) / sqrt(square) is of order 1.", check=_CHECK),
-    _counter("selfcheck_positive_total", "Sum of the terms' positive parts.", check=_CHECK),
-    _counter("selfcheck_negative_total", "Sum of the terms' negative parts, each above 0.", check=_CHECK),
-    _counter("selfcheck_square_total", "Sum of the terms' squares.", check=_CHECK),
+        "Zero-mean terms evaluated; z = (positive - negative) / sqrt(square) is of order 1.", _of_checks("num"),
+        check=_CHECK),
+    _counter("selfcheck_positive_total", "Sum of the terms' positive parts.", _of_checks("positive"), check=_CHECK),
+    _counter("selfcheck_negative_total", "Sum of the terms' negative parts, each above 0.", _of_checks("negative"),
+        check=_CHECK),
+    _counter("selfcheck_square_total", "Sum of the terms' squares.", _of_checks("square"), check=_CHECK),
     _counter("selfcheck_violations_total",
         "Requests failed because a step broke an invariant. With vLLM also steps that verified sampled drafts without "
-        "q (q_missing), and tokens (greedy, draw).", kind=INVARIANTS),
+        "q (q_missing), and tokens (greedy, draw).",
+        lambda s: dict.fromkeys(INVARIANTS, 0) | s.violations, kind=INVARIANTS),
     _counter("selfcheck_rounds_total",
-        "Rounds of requests that sample, in the steps whose self-check terms are taken."),
+        "Rounds of requests that sample, in the steps whose self-check terms are taken.",
+        lambda s: s.num_checked_rounds),
     _counter("selfcheck_untested_rounds_total",
         "Those of them whose random numbers their client named by a seed, or another request with the same seed had "
-        "used. No term counts them."),
-    _counter("rounds_with_logprobs_total", "Rounds of requests that ask for logprobs."),
+        "used. No term counts them.", lambda s: s.num_untested_rounds),
+    _counter("rounds_with_logprobs_total", "Rounds of requests that ask for logprobs.",
+        lambda s: s.num_rounds_with_logprobs),
     _counter("draft_tokens_with_logprobs_total",
-        "Draft tokens in rounds of requests that ask for logprobs; 0 would mean that logprobs switch speculation off."),
+        "Draft tokens in rounds of requests that ask for logprobs; 0 would mean that logprobs switch speculation off.",
+        lambda s: s.num_drafted_with_logprobs),
     _counter("logprob_violations_total", "Requests failed because their logprobs broke the contract.",
-        kind=LOGPROB_RULES),
+        lambda s: dict.fromkeys(LOGPROB_RULES, 0) | s.logprob_violations, kind=LOGPROB_RULES),
     # Replay
     _counter("replays_total", "Replays of finished requests.", result=REPLAY_RESULTS),
     _gauge(

@@ -25,7 +25,7 @@ from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
 from serve_app.telemetry.metric_names import CATALOGUE, METRICS, REPLICA_LABEL, Kind, Metric
-from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES, CheckSums, EngineUsage, StepStats
+from speculative.stats import EngineUsage, StepStats
 
 _logger = logging.getLogger(__name__)
 
@@ -86,46 +86,20 @@ class Metrics:
 
     def record_steps(self, stats: StepStats, usage: EngineUsage) -> None:
         """Record what an engine counted since the last time, and what it holds now."""
-        self.count("truespec_drafts_total", stats.num_drafts)
-        self.count("truespec_draft_tokens_total", stats.num_drafted)
-        self.count("truespec_accepted_tokens_total", stats.num_accepted)
-        self.count("truespec_emitted_tokens_total", stats.num_emitted)
-        self.count("truespec_prompt_tokens_total", stats.num_prompt_tokens)
-        self.count("truespec_expected_accepted_tokens_total", stats.expected_accepted)
-        self.count("truespec_achievable_accepted_tokens_total", stats.achievable_accepted)
-        self.count("truespec_step_seconds_total", stats.draft_s, phase="draft")
-        self.count("truespec_step_seconds_total", stats.verify_s, phase="verify")
-        self.count("truespec_speculated_seconds_total", stats.speculated_s)
-        self.count("truespec_speculated_plain_seconds_total", stats.speculated_plain_s)
-        self.count("truespec_handoff_seconds_total", stats.export_s, phase="export")
-        self.count("truespec_handoff_seconds_total", stats.check_s, phase="check")
-        self.count("truespec_handoff_seconds_total", stats.insert_s, phase="insert")
-        self.count("truespec_preemptions_total", stats.num_preemptions)
-        self.count("truespec_prefix_cache_queries_total", stats.prefix_cache_queries)
-        self.count("truespec_prefix_cache_hits_total", stats.prefix_cache_hits)
-        for position, value in enumerate(stats.drafted_per_position):
-            self.count("truespec_draft_tokens_per_position_total", value, position=str(position))
-        for position, value in enumerate(stats.accepted_per_position):
-            self.count("truespec_accepted_tokens_per_position_total", value, position=str(position))
+        for metric in CATALOGUE:
+            if metric.steps is None:
+                continue
+            counted = metric.steps(stats)
+            if isinstance(counted, Mapping):
+                (label,) = metric.meanings
+                for value, number in counted.items():
+                    self.count(metric.name, number, **{label: value})
+            else:
+                self.count(metric.name, counted)
         self.gauge("truespec_requests_running", usage.num_running)
         self.gauge("truespec_requests_waiting", usage.num_waiting)
         self.gauge("truespec_replays_running", usage.num_replays)
         self.gauge("truespec_kv_cache_usage_ratio", usage.kv_usage)
-        self.count("truespec_selfcheck_rounds_total", stats.num_checked_rounds)
-        self.count("truespec_selfcheck_untested_rounds_total", stats.num_untested_rounds)
-        self.count("truespec_rounds_with_logprobs_total", stats.num_rounds_with_logprobs)
-        self.count("truespec_draft_tokens_with_logprobs_total", stats.num_drafted_with_logprobs)
-        for kind in LOGPROB_RULES:
-            self.count("truespec_logprob_violations_total", stats.logprob_violations.get(kind, 0), kind=kind)
-        for kind in INVARIANTS:
-            self.count("truespec_selfcheck_violations_total", stats.violations.get(kind, 0), kind=kind)
-        for check in CHECKS:
-            sums = stats.checks.get(check, CheckSums())
-            self.count("truespec_selfcheck_terms_total", sums.num, check=check)
-            self.count("truespec_selfcheck_positive_total", sums.positive, check=check)
-            self.count("truespec_selfcheck_negative_total", sums.negative, check=check)
-            self.count("truespec_selfcheck_square_total", sums.square, check=check)
-            self.count("truespec_selfcheck_alarms_total", stats.alarms.get(check, 0), check=check)
 
     def _resolve(self, name: str, kind: Kind, value: float, labels: Mapping[str, str]) -> Series:
         known = None if labels else self._unlabelled.get((name, kind))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.changed_tree import changed_tree, run_in
+from tests.support.changed_tree import changed_tree, run_in, with_added
 from tests.support.project_files import ROOT
 from tools.faults.tiny import write_tiny_pair
 
@@ -77,18 +77,10 @@ print(json.dumps(found))
 """
 
 
-def changed(name: str) -> str:
-    text = (ROOT / name).read_text(encoding="utf-8")
-    for place, added in CHANGES[name]:
-        assert text.count(place) == 1, f"{name}: {place}"
-        text = text.replace(place, place + added)
-    return text
-
-
 def test_a_parameter_is_served_and_audited_once_it_is_in_the_files_that_the_page_names(tmp_path: Path) -> None:
     section = PAGE.partition("**a sampling parameter**")[2].partition("\n**")[0]
     assert CHANGES.keys() <= set(re.findall(r"`([a-z_/]+\.py)`", section)) and len(CHANGES) <= 6
-    tree = changed_tree(tmp_path / "tree", {name: changed(name) for name in CHANGES})
+    tree = changed_tree(tmp_path / "tree", with_added(CHANGES))
     write_tiny_pair(tmp_path)[0].rename(tree / "model")
     found = json.loads(run_in(tree, IN_A_SERVICE))
     assert found["100"][:2] == [24, 23] and found["100"][2] > 10, "one token again and again, most of them drafted"
