@@ -17,7 +17,6 @@ from deploy.cli.console import CONFIGS
 from deploy.run.cluster import running_app
 from serve_app.config.files import load_config
 from speculative.kernels.library import cpu_kernels
-from speculative.model.catalogue import fetch_model
 from tests.support.project_files import ROOT
 from tests.support.services import wait_for
 from tools.chaos.sockets import free_ports
@@ -37,11 +36,10 @@ SNIPPETS = [
 @contextmanager
 def running_demo() -> Iterator[tuple[str, str]]:
     """The service that `make serve` starts, at another port."""
-    fetch_model("smollm2-135m")
     file = load_config(CONFIGS / "demo.yaml")
     http = file.http_options.model_copy(update={"port": free_ports(1)[0]})
-    with running_app(file.model_copy(update={"http_options": http}), lambda _: None) as running:
-        yield running
+    with running_app(file.model_copy(update={"http_options": http}), lambda _: None) as (url, name, _):
+        yield url, name
 
 
 COUNTED = ("draft_tokens_total", "accepted_tokens_total", 'handoffs_total{[^}]*result="ok"', "replay_tokens_total")
