@@ -215,10 +215,14 @@ class EngineConfig(EngineSettings):
         assert self.kv_cache_tokens is not None
         return self.kv_cache_tokens // self.block_size
 
+    @property
+    def cpu_cache_tokens(self) -> int:
+        """The size of the KV cache on a CPU: as set, or as many whole blocks as fit into `CPU_CACHE_TOKENS`."""
+        return self.kv_cache_tokens or CPU_CACHE_TOKENS // self.block_size * self.block_size
+
     def on_cpu(self) -> "EngineConfig":
         """With the size of a CPU's KV cache where none is set."""
-        blocks = CPU_CACHE_TOKENS // self.block_size
-        return self if self.kv_cache_tokens else replace(self, kv_cache_tokens=blocks * self.block_size)
+        return replace(self, kv_cache_tokens=self.cpu_cache_tokens)
 
 
 def models_folder(cache_dir: Path | None = None) -> Path:

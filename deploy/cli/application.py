@@ -5,8 +5,7 @@ import functools
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -116,7 +115,7 @@ _OPTIONS = (
 
 
 def application_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The arguments of a command about one application, which gets them as `asked`."""
+    """The arguments of a command about one application: it gets them as `asked`, and what they make as `checked`."""
 
     @functools.wraps(command)
     def with_application(served: str | None, source: str | None, **others: Any) -> Any:
@@ -133,8 +132,10 @@ def application_options(command: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(found, Path) and placed:
             raise click.UsageError(f"--{next(iter(placed))} goes with a model; {found} has a setting for it.")
         asked = ServeTarget(found if isinstance(found, Path) else OwnModel(found, **placed), changes)
-        with _named_as_given(asked):
-            return command(asked=asked, **others)
+        try:
+            return command(asked=asked, checked=application_of(asked), **others)
+        except ConfigError as error:
+            raise ConfigError(_as_given(str(error), asked, as_values=others.get("as_values", False))) from error
 
     for option in reversed(_OPTIONS):
         with_application = option(with_application)
@@ -153,18 +154,17 @@ def application_of(asked: ServeTarget) -> ServeFile:
     return check_file(data, asked.named)
 
 
-@contextmanager
-def _named_as_given(asked: ServeTarget) -> Iterator[None]:
-    """Have errors within the block name flags by their names, and a model's settings as --set takes them."""
-    try:
-        yield
-    except ConfigError as error:
-        said = str(error)
-        for flag in asked.changes:
-            setting, called = _place_of(flag), flag.replace("\\", r"\\")
-            named = rf"\g<1>{called} ({setting.removeprefix(f'{ARGS}.')}\g<2>): "
-            said = re.sub(rf"(^|: ){re.escape(setting)}((?:[.\[][^:\s]*)?): ", named, said, flags=re.MULTILINE)
-        raise ConfigError(said.replace(f"{ARGS}.", "") if isinstance(asked.target, OwnModel) else said) from error
+def _as_given(said: str, asked: ServeTarget, *, as_values: bool) -> str:
+    """Name in an error flags by their names, a model's settings as --set takes them, and the chart's values as such."""
+    for flag in asked.changes:
+        setting, called = _place_of(flag), flag.replace("\\", r"\\")
+        named = rf"\g<1>{called} ({setting.removeprefix(f'{ARGS}.')}\g<2>): "
+        said = re.sub(rf"(^|: ){re.escape(setting)}((?:[.\[][^:\s]*)?): ", named, said, flags=re.MULTILINE)
+    if as_values:
+        said = re.sub(rf"^{re.escape(asked.named)}: ", "", said, flags=re.MULTILINE)
+        said = re.sub(rf"^{re.escape(ARGS)}\.(?!pools)", "config.", said, flags=re.MULTILINE)
+        said = re.sub(rf"^{re.escape(ARGS)}\.(pools\.\w+\.)(?:num_(?=[cg]pus))?", r"\1", said, flags=re.MULTILINE)
+    return said.replace(f"{ARGS}.", "") if isinstance(asked.target, OwnModel) else said
 
 
 def _setting(given: str) -> tuple[str, Any]:

@@ -1,15 +1,13 @@
 """`truespec config`: check, complete and document configurations."""
 
-import re
 from contextlib import nullcontext
 from pathlib import Path
 
 import click
 
-from deploy.cli.application import ApplicationCommand, ServeTarget, application_of, application_options
+from deploy.cli.application import ApplicationCommand, ServeTarget, application_options
 from deploy.cli.console import MainGroup, err, out, say
-from serve_app.config.files import load_config
-from speculative.errors import ConfigError
+from serve_app.config.serve_file import ServeFile
 
 
 @click.group(cls=MainGroup)
@@ -27,7 +25,7 @@ def config() -> None:
     envvar="TRUESPEC_CHECK_AS_VALUES",
     help="With --file-only: name settings as the chart's values.",
 )
-def config_check(asked: ServeTarget, file_only: bool, address: str | None, as_values: bool) -> None:
+def config_check(asked: ServeTarget, checked: ServeFile, file_only: bool, address: str | None, as_values: bool) -> None:
     """Check settings, and whether this machine can serve them.
 
     Each fault is reported with its field and the fix. The check covers files, models and drafters, optional packages,
@@ -35,14 +33,11 @@ def config_check(asked: ServeTarget, file_only: bool, address: str | None, as_va
     """
     if file_only and address is not None:
         raise click.UsageError("--file-only checks no cluster; give it or --address.")
-    if as_values:
-        if not isinstance(asked.target, Path) or not file_only:
-            raise click.UsageError("--as-values reads the file that the chart makes; give it with --file-only.")
-        _check_values(asked.target)
-        return
-    checked = application_of(asked)
+    if as_values and not (isinstance(asked.target, Path) and file_only):
+        raise click.UsageError("--as-values reads the file that the chart makes; give it with --file-only.")
     if file_only:
-        say(f"{asked.named}: fine")
+        named = "The configuration that the chart makes of its values" if as_values else asked.named
+        say(f"{named}: fine")
         return
     say(f"checking {asked.named}", err)  # what is imported now takes seconds
     from deploy.run.cluster import connected
@@ -59,21 +54,9 @@ def config_check(asked: ServeTarget, file_only: bool, address: str | None, as_va
     say(f"{asked.named}: fine. {place}")
 
 
-def _check_values(file: Path) -> None:
-    """Check what the chart made of its values, and name these in what is wrong."""
-    place = "the chart's values, under config"
-    try:
-        load_config(file, place)
-    except ConfigError as error:
-        named = re.sub(rf"^{re.escape(place)}: applications\[0\]\.args\.(?!pools)", "config.", str(error), flags=re.M)
-        named = re.sub(rf"^{re.escape(place)}: applications\[0\]\.args\.pools", "pools", named, flags=re.M)
-        raise ConfigError(re.sub(r"^(pools\.\w+\.)num_(?=[cg]pus)", r"\1", named, flags=re.M)) from error
-    say("The configuration that the chart makes of its values: fine")
-
-
 @config.command("show", cls=ApplicationCommand)
 @application_options
-def config_show(asked: ServeTarget) -> None:
+def config_show(asked: ServeTarget, checked: ServeFile) -> None:
     """Print all settings, as a file that can be served.
 
     FILE may be the name of one that comes with truespec: demo, monolith, resilient, vllm, own; or a recipe for a large
@@ -81,12 +64,12 @@ def config_show(asked: ServeTarget) -> None:
     """
     from deploy.run.written_out import effective_config
 
-    out.print(effective_config(application_of(asked)), end="", markup=False, soft_wrap=True)
+    out.print(effective_config(checked), end="", markup=False, soft_wrap=True)
 
 
 @config.command("values", cls=ApplicationCommand)
 @application_options
-def config_values(asked: ServeTarget) -> None:
+def config_values(asked: ServeTarget, checked: ServeFile) -> None:
     """Print settings as values of the Helm chart.
 
     The chart then serves the same: helm install -f -. Images, memory, volumes and secrets are not included; set them in
@@ -94,4 +77,4 @@ def config_values(asked: ServeTarget) -> None:
     """
     from deploy.run.written_out import chart_values
 
-    out.print(chart_values(application_of(asked)), end="", markup=False, soft_wrap=True)
+    out.print(chart_values(checked), end="", markup=False, soft_wrap=True)

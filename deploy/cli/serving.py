@@ -17,7 +17,7 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from deploy.cli.application import ApplicationCommand, ServeTarget, application_of, application_options
+from deploy.cli.application import ApplicationCommand, ServeTarget, application_options
 from deploy.cli.console import CONFIGS, a_config, a_file, err, out, progress_printer, say
 from deploy.options import api_key, check_writable, write_json
 from serve_app.config.files import load_config
@@ -29,13 +29,13 @@ from speculative.errors import ConfigError
 @application_options
 @click.option("--api-key", metavar="KEY", multiple=True, help="Ask clients for this key. Several: any of them.")
 @click.option("--address", metavar="ADDRESS", help="Run on this Ray cluster: auto, or host:port.")
-def serve(asked: ServeTarget, address: str | None) -> None:
+def serve(asked: ServeTarget, checked: ServeFile, address: str | None) -> None:
     """Serve a model until interrupted.
 
     MODEL is a folder, or a hub id (ORG/MODEL). FILE has settings, and those given here go before it. It may be the name
     of one that comes with truespec: demo, monolith, resilient, vllm, or own for a model of yours.
     """
-    checked, report = application_of(asked), progress_printer()
+    report = progress_printer()
     report(f"starting to serve {asked.named}")  # what is imported now takes seconds
     from deploy.run.cluster import cluster_address
     from deploy.run.demo import curl_line

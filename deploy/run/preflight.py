@@ -293,7 +293,8 @@ def _check_memory(
         form = _smallest_form(engine, found.folders["model.source"], uses_gpu=uses_gpu)
         read = form if form == "fp8" else engine.dtype  # a checkpoint is read before a CPU packs it
         plain, kept = (_WEIGHT_BYTES[one] * num_weights for one in (read, form))
-        num_tokens = (engine if uses_gpu else engine.on_cpu()).kv_cache_tokens or 0  # a GPU's is as large as it can be
+        # A GPU's cache is as large as it can be.
+        num_tokens = (engine.kv_cache_tokens or 0) if uses_gpu else engine.cpu_cache_tokens
         cache, here = token_bytes * num_tokens, f"{place} has {room_bytes / _GIB:.1f} GiB"
         if replicas * plain > room_bytes:
             found.fault(

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from serve_app.backends.base import Backend, ModelInfo, Replayed
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.referee.book.replayer import Replayer
-from speculative.config import DrafterConfig, EngineConfig, WeightsName
+from speculative.config import CPU_CACHE_TOKENS, DrafterConfig, EngineConfig, WeightsName
 from speculative.errors import EngineFault
 from speculative.model.config import ModelConfig
 from speculative.request import Request
@@ -20,7 +20,6 @@ EngineName = Literal["torch", "transformers", "vllm"]
 _logger = logging.getLogger("truespec.referee")
 
 _BLOCK = EngineConfig().block_size
-_CPU_CACHE_TOKENS = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +111,8 @@ def _backend(options: ReplayerOptions) -> Backend:
 
     own = ModelConfig.from_folder(options.folder).max_position_embeddings
     gpu = resolve_device(options.device).type == "cuda"
-    longest = min(options.max_model_len or (own if gpu else _CPU_CACHE_TOKENS), own)
-    cached = max(longest, _CPU_CACHE_TOKENS) if options.at_once > 1 else longest
+    longest = min(options.max_model_len or (own if gpu else CPU_CACHE_TOKENS), own)
+    cached = max(longest, CPU_CACHE_TOKENS) if options.at_once > 1 else longest
     config = EngineConfig(
         dtype=options.dtype,
         quantization=options.quantization or options.dtype,

@@ -458,7 +458,7 @@ class AppConfig(Section):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
-        if errors := [*self._pool_errors(), *self._engine_errors(), *self._replay_errors()]:
+        if errors := [*self._pool_errors(), *self._replay_errors(), *self._engine_errors()]:
             raise FieldErrors(errors)
         return self
 
@@ -541,7 +541,7 @@ class AppConfig(Section):
 
     def _engine_errors(self) -> Iterator[FieldError]:
         max_len, room = self.engine.max_model_len, self.engine.kv_cache_tokens
-        if room is None and self.engine.kind != "vllm" and self.pools_on("cpu"):
+        if self.pools_on("cpu") and room is None and self.engine.kind != "vllm":
             room = CPU_CACHE_TOKENS
         if max_len is not None and room is not None and max_len > room:
             yield FieldError(

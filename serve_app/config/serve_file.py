@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from serve_app.config.app_config import AppConfig, PoolSection
 from serve_app.config.base import POOL_OF_DEPLOYMENT, AtLeastOne, FieldError, PoolName, Section, fault_in_words
@@ -65,17 +65,13 @@ class Application(Section):
     deployments: list[DeploymentOverride] = []
     """Numbers of replicas; unlike a change of `args`, a change here restarts no replica."""
 
-    @field_validator("route_prefix")
-    @classmethod
-    def _is_a_prefix_to_ray(cls, prefix: str) -> str:
-        if prefix != "/" and prefix.endswith("/"):
-            raise ValueError(f"must not end with /; got {prefix!r}, so remove it.")
-        if "{" in prefix or "}" in prefix:
-            raise ValueError(f"must be a literal path, without {{ and }}; got {prefix!r}.")
-        return prefix
-
     @model_validator(mode="after")
-    def _overrides_have_their_pools(self) -> Self:
+    def _is_one_to_ray(self) -> Self:
+        prefix = self.route_prefix
+        if prefix != "/" and prefix.endswith("/"):
+            raise FieldError("route_prefix", f"must not end with /; got {prefix!r}, so remove it.")
+        if "{" in prefix or "}" in prefix:
+            raise FieldError("route_prefix", f"must be a literal path, without {{ and }}; got {prefix!r}.")
         names = [override.name for override in self.deployments]
         for number, override in enumerate(self.deployments):
             if override.pool_name not in self.args.pool_names:
