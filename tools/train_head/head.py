@@ -14,7 +14,7 @@ from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 from speculative.model.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from speculative.model.head_checkpoint import HELD_OUT_RATES
-from speculative.model.layers import DecoderLayer
+from speculative.model.layers import DecoderLayer, RMSNorm
 from speculative.model.rotary import Rope
 
 
@@ -75,7 +75,7 @@ def initial_head(target: Decoder, draft_ids: Tensor) -> Eagle3Head:
         if isinstance(theirs, nn.Identity):
             ours.weight.fill_(1.0)
         else:
-            ours.weight.copy_(theirs.weight)
+            ours.weight.copy_(theirs.multipliers if isinstance(theirs, RMSNorm) else theirs.weight)
     head.lm_head.weight.copy_(target.lm_head.weight[draft_ids])
     return head
 

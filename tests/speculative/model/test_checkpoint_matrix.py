@@ -97,6 +97,12 @@ COMPUTED = {
     ),
     "Gemma 3": Case("gemma3"),
     "Gemma 3, other layers": Case("gemma3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
+    "Gemma 3 as Google wrote it": Case(
+        "gemma3",
+        {"rope_parameters": _ABSENT, "rope_theta": 500.0, "rope_local_base_freq": 50.0}
+        | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "layer_types": _ABSENT, "sliding_window_pattern": 2},
+        moves=True,
+    ),
     "Granite": Case("granite"),
     "Granite 4": Case("granite4"),
     "Granite 4, not rotated": Case("granite4", {"position_embedding_type": None}, moves=True),

@@ -11,10 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from speculative.config import DrafterConfig
 from speculative.model.config import PLAIN, ModelConfig
+from speculative.model.loading import load_decoder
 from speculative.request import Request, SamplingParams
 from tests.support.engines import NGRAM, NO_DRAFTS, Answer, answer_all, hand_over, run, tiny_engine
 from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import write_tiny_model
+from tools.train_head.batches import PlainAttention
 
 SHAPES: dict[str, dict[str, object]] = {
     "gemma2": {"num_hidden_layers": 4},
@@ -78,8 +80,14 @@ def drafters(model: Path) -> dict[str, DrafterConfig]:
     }
 
 
-def test_it_is_of_another_shape(model: Path) -> None:
+def test_it_is_of_another_shape_and_a_head_reads_what_enters_its_layers(model: Path) -> None:
     assert not ModelConfig.from_folder(model).has_llama_shape
+    own, ids = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager"), torch.tensor(PROMPTS[3])
+    decoder, layers = load_decoder(model, dtype=torch.float32, device="cpu"), (0, 1, 2)
+    with torch.inference_mode():
+        wanted = own(ids[None], output_hidden_states=True).hidden_states[:3]
+        _, features = decoder.run(ids, torch.arange(len(ids)), PlainAttention([len(ids)]), layers)
+    assert (features - torch.cat([one[0] for one in wanted], dim=-1)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
