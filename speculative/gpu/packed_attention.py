@@ -29,7 +29,7 @@ class PackedRows(NamedTuple):
     block_size: int
 
 
-AttendPacked = Callable[[Tensor, Tensor, Tensor, PackedRows], Tensor]
+AttendPacked = Callable[[Tensor, Tensor, Tensor, PackedRows, ScoreRule], Tensor]
 """query [N, num_heads, head_dim], a layer's keys and values [num_slots, num_kv_heads, head_dim] -> as query."""
 
 
@@ -42,9 +42,8 @@ class PackedAttention(CacheAttention):
 
     def attend_stored(self, layer: int, query: Tensor, scores: ScoreRule = PLAIN) -> Tensor:
         """Implement `CacheAttention`."""
-        assert scores == PLAIN, "a GPU takes models of the Llama shape alone"
         keys, values = self.cache.data[layer].unbind(0)
-        return self._attend(query, keys, values, self._rows)
+        return self._attend(query, keys, values, self._rows, scores)
 
 
 class SendPacked:

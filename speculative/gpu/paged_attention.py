@@ -62,7 +62,7 @@ class AttentionSizes:
         return num_rows * num_heads * self.num_parts * (head_dim + 1) * 4
 
 
-AttendPaged = Callable[[Tensor, Tensor, Tensor, PagedRows], Tensor]
+AttendPaged = Callable[[Tensor, Tensor, Tensor, PagedRows, ScoreRule], Tensor]
 """query [B * Q, num_heads, head_dim], a layer's keys and values [num_slots, num_kv_heads, head_dim] -> as query."""
 
 
@@ -75,6 +75,5 @@ class PagedAttention(CacheAttention):
 
     def attend_stored(self, layer: int, query: Tensor, scores: ScoreRule = PLAIN) -> Tensor:
         """Implement `CacheAttention`."""
-        assert scores == PLAIN, "a GPU takes models of the Llama shape alone"
         keys, values = self.cache.data[layer].unbind(0)
-        return self._attend(query, keys, values, self._rows)
+        return self._attend(query, keys, values, self._rows, scores)

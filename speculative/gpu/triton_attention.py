@@ -7,7 +7,8 @@ and tiles are the same for every batch and every Q, and what a row does not see 
 result is a function of its own inputs.
 
 The number of programs follows the batch: one computes several parts where there are sequences enough to keep the GPU
-busy. A part is the same numbers whoever computes it.
+busy. A part is the same numbers whoever computes it. In layers with a window the parts begin with the split that the
+first position in it lies in, and what is before it is not read.
 """
 
 import torch
@@ -16,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from speculative.gpu.paged_attention import SPLIT_TOKENS, AttentionSizes, PagedRows
+from speculative.model.config import PLAIN, ScoreRule
 
 _TILE_BYTES = 16384  # of keys, and of values: what fits beside the rows
 _MOST_TILE_TOKENS = {2: 64, 4: 32}  # by bytes of a number
@@ -38,11 +40,13 @@ def attend_tile(  # noqa: PLR0913
     highest,  # [ROWS] the running softmax: the highest score, the sum of exponentials, and of weighted values
     total,
     summed,  # [ROWS, DIM]
-    scale,  # of the scores, in units of log2
+    scale,  # of the scores, in units of log2; where they are capped, `of_products` says it
     cache_slot_stride,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr,
+    WINDOW: tl.constexpr,  # positions that a row sees; 0 = all
+    CAP: tl.constexpr,  # of the scores, in units of log2; 0 = none
 ):
     dim = tl.arange(0, DIM)
     inside = there[:, None] & (dim < HEAD_DIM)[None, :]
@@ -51,7 +55,13 @@ def attend_tile(  # noqa: PLR0913
     place = slot[:, None] * cache_slot_stride + dim[None, :]
     k = tl.load(keys + place, mask=inside, other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if CAP > 0:
+        power = tl.exp2(-tl.abs(scores))
+        size = CAP * (1 - power) / (1 + power)  # CAP tanh(|score| ln 2 / 2)
+        scores = tl.where(scores < 0, -size, size)
     sees = there[None, :] & (position[None, :] < seen[:, None])
+    if WINDOW > 0:
+        sees &= position[None, :] >= seen[:, None] - WINDOW
     scores = tl.where(sees, scores, -float("inf"))
     new_highest = tl.maximum(highest, tl.max(scores, axis=1))
     base = tl.where(new_highest == -float("inf"), 0.0, new_highest)  # -inf - -inf is NaN
@@ -89,6 +99,8 @@ def _attend_splits(  # noqa: PLR0913
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     sequence, kv_head = tl.program_id(0) // num_tiles, tl.program_id(1)
     row = tl.program_id(0) % num_tiles * ROWS + tl.arange(0, ROWS)
@@ -108,22 +120,32 @@ def _attend_splits(  # noqa: PLR0913
     values += kv_head * cache_head_stride
     table = blocks + sequence * table_stride
     num_splits = tl.cdiv(longest, SPLIT)
-    for part in range(tl.program_id(2), tl.minimum(num_splits, NUM_PARTS), tl.num_programs(2)):
+    lowest, before = FIRST, 0  # the first position in a window, and the splits before it
+    if WINDOW > 0:
+        shortest = tl.min(tl.where(seen > 0, seen, longest), axis=0)
+        lowest = tl.maximum(shortest - WINDOW, FIRST)
+        before = lowest // SPLIT
+    for turn in range(tl.program_id(2), tl.minimum(num_splits - before, NUM_PARTS), tl.num_programs(2)):
         highest = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         summed = tl.zeros([ROWS, DIM], tl.float32)
-        for index in range(0, tl.cdiv(num_splits - part, NUM_PARTS) * (SPLIT // TILE)):
-            split = part + index // (SPLIT // TILE) * NUM_PARTS
+        for index in range(0, tl.cdiv(num_splits - before - turn, NUM_PARTS) * (SPLIT // TILE)):
+            split = before + turn + index // (SPLIT // TILE) * NUM_PARTS
             position = split * SPLIT + index % (SPLIT // TILE) * TILE + tl.arange(0, TILE)
-            there = (position >= FIRST) & (position < longest)
+            there = (position >= lowest) & (position < longest)
             highest, total, summed = attend_tile(
                 *(q, keys, values, table, position, there, seen, highest, total, summed, scale, cache_slot_stride),
                 HEAD_DIM=HEAD_DIM,
                 BLOCK_SIZE=BLOCK_SIZE,
                 DIM=DIM,
+                WINDOW=WINDOW,
+                CAP=CAP,
             )
         some = total > 0
         safe = tl.where(some, total, 1.0)
+        part = turn
+        if WINDOW > 0:  # whatever the other rows' windows are
+            part = (before + turn) % NUM_PARTS
         cell = (token * (tl.num_programs(1) * GROUP) + head) * NUM_PARTS + part
         tl.store(
             partial + (cell[:, None] * HEAD_DIM + dim[None, :]),
@@ -143,6 +165,8 @@ def _merge_parts(  # noqa: PLR0913
     NUM_PARTS: tl.constexpr,
     SPLIT: tl.constexpr,
     DIM: tl.constexpr,
+    FIRST: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dim = tl.arange(0, DIM)
@@ -152,7 +176,13 @@ def _merge_parts(  # noqa: PLR0913
     highest = tl.full([1], -float("inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     summed = tl.zeros([DIM], tl.float32)
-    for part in range(0, tl.minimum(tl.cdiv(seen, SPLIT), NUM_PARTS)):  # nobody may have written the others
+    before = 0
+    if WINDOW > 0:
+        before = tl.maximum(seen - WINDOW, FIRST) // SPLIT
+    for turn in range(0, tl.minimum(tl.cdiv(seen, SPLIT) - before, NUM_PARTS)):  # nobody may have written the others
+        part = turn
+        if WINDOW > 0:
+            part = (before + turn) % NUM_PARTS
         cell = place * NUM_PARTS + part + tl.zeros([1], tl.int64)
         lse = tl.load(weight + cell)
         own = tl.load(partial + (cell * HEAD_DIM + dim), mask=in_head, other=0.0)
@@ -172,7 +202,9 @@ class TritonAttend:
     def __init__(self, sizes: AttentionSizes) -> None:
         self._sizes = sizes
 
-    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows) -> Tensor:
+    def __call__(
+        self, query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scores: ScoreRule = PLAIN
+    ) -> Tensor:
         """Implement `AttendPaged`."""
         num_rows, num_heads, head_dim = query.shape
         num_seqs, num_kv_heads = rows.blocks.shape[0], keys.shape[1]
@@ -185,7 +217,9 @@ class TritonAttend:
         num_parts, dim = self._sizes.num_parts, max(_LEAST_ROWS, triton.next_power_of_2(head_dim))
         tile_rows = rows_of_program(self._sizes.max_queries * group, dim)
         num_tiles = triton.cdiv(rows.num_queries * group, tile_rows)
-        sharing = programs_of_context(num_seqs * num_tiles * num_kv_heads, num_parts)
+        scale, window, cap = of_products(scores, head_dim)
+        most_parts = min(num_parts, 1 + -(-(window + rows.num_queries) // SPLIT_TOKENS)) if window else num_parts
+        sharing = programs_of_context(num_seqs * num_tiles * num_kv_heads, most_parts)
         _attend_splits[(num_seqs * num_tiles, num_kv_heads, sharing)](
             query,
             keys,
@@ -194,7 +228,7 @@ class TritonAttend:
             rows.visible,
             partial,
             weight,
-            head_dim**-0.5 * LOG2_E,
+            scale,
             rows.num_queries,
             num_tiles,
             rows.blocks.stride(0),
@@ -211,6 +245,8 @@ class TritonAttend:
             TILE=tile_tokens(dim, keys.element_size()),
             ROWS=tile_rows,
             DIM=dim,
+            WINDOW=window,
+            CAP=cap,
             num_warps=warps_for(tile_rows, dim),
             num_stages=STAGES,
         )
@@ -223,9 +259,17 @@ class TritonAttend:
             NUM_PARTS=num_parts,
             SPLIT=SPLIT_TOKENS,
             DIM=dim,
+            FIRST=rows.first if window else 0,
+            WINDOW=window,
             num_warps=1,
         )
         return out
+
+
+def of_products(scores: ScoreRule, head_dim: int) -> tuple[float, int, float]:
+    """The scale, window and cap of `attend_tile`: a capped product is scaled to twice the tanh's argument."""
+    scale, cap = scores.scale or head_dim**-0.5, scores.cap or 0.0
+    return (2 * scale / cap if cap else scale) * LOG2_E, scores.window or 0, cap * LOG2_E
 
 
 def programs_of_context(num_contexts: int, num_parts: int) -> int:

@@ -1,8 +1,9 @@
 """Attention of prompts and chunks as one Triton kernel; imported only where Triton is installed.
 
 A program computes a tile of the rows of one sequence and one KV head, all of its query heads together, over the keys
-from position 0 to the last that one of the rows sees, in tiles of a constant size (Dao, "FlashAttention-2", 2023). So a
-row's result is a function of its own inputs: its neighbours, and where a prompt was cut into chunks, change nothing.
+from the first to the last position that one of the rows sees, in tiles of a constant size that begin at position 0
+(Dao, "FlashAttention-2", 2023). So a row's result is a function of its own inputs: its neighbours, and where a prompt
+was cut into chunks, change nothing.
 """
 
 import torch
@@ -11,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from speculative.gpu.packed_attention import PackedRows
-from speculative.gpu.triton_attention import LOG2_E, attend_tile, tile_tokens
+from speculative.gpu.triton_attention import attend_tile, of_products, tile_tokens
+from speculative.model.config import PLAIN, ScoreRule
 
 _MOST_ROWS = {2: 128, 4: 32}  # of a program, by bytes of a number
 _MOST_SUMS = 16384  # of a program: what fits into the registers of its warps
@@ -38,6 +40,8 @@ def _attend_packed(  # noqa: PLR0913
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     span, kv_head = spans + tl.program_id(0) * 4, tl.program_id(1)
     begin = (tl.num_programs(2) - 1 - tl.program_id(2)) * ROWS  # those that see most start first
@@ -63,14 +67,21 @@ def _attend_packed(  # noqa: PLR0913
     highest = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     summed = tl.zeros([ROWS, DIM], tl.float32)
-    for start in range(FIRST, longest, TILE):
+    lowest = FIRST  # the first position in a window
+    if WINDOW > 0:
+        lowest = tl.maximum(tl.min(tl.where(exists, seen, longest), axis=0) - WINDOW, FIRST)
+    for start in range(FIRST + (lowest - FIRST) // TILE * TILE, longest, TILE):  # the tiles of any other row
         position = start + tl.arange(0, TILE)
         there = position < longest
+        if WINDOW > 0:
+            there &= position >= lowest
         highest, total, summed = attend_tile(
             *(q, keys, values, table, position, there, seen, highest, total, summed, scale, cache_slot_stride),
             HEAD_DIM=HEAD_DIM,
             BLOCK_SIZE=BLOCK_SIZE,
             DIM=DIM,
+            WINDOW=WINDOW,
+            CAP=CAP,
         )
     place = (token * (tl.num_programs(1) * GROUP) + head)[:, None] * HEAD_DIM + dim[None, :]
     attended = summed / tl.where(total > 0, total, 1.0)[:, None]
@@ -80,7 +91,9 @@ def _attend_packed(  # noqa: PLR0913
 class TritonAttendPacked:
     """Launches it."""
 
-    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows) -> Tensor:
+    def __call__(
+        self, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scores: ScoreRule = PLAIN
+    ) -> Tensor:
         """Implement `AttendPacked`."""
         num_rows, num_heads, head_dim = query.shape
         num_kv_heads = keys.shape[1]
@@ -90,8 +103,9 @@ class TritonAttendPacked:
         if query.stride(2) != 1:
             query = query.contiguous()
         tile_rows = rows_of_program(dim, keys.element_size())
+        scale, window, cap = of_products(scores, head_dim)
         _attend_packed[(len(rows.spans), num_kv_heads, triton.cdiv(rows.most_rows * group, tile_rows))](
-            *(query, keys, values, rows.blocks, rows.spans, out, head_dim**-0.5 * LOG2_E),
+            *(query, keys, values, rows.blocks, rows.spans, out, scale),
             *(query.stride(0), query.stride(1), keys.stride(0), keys.stride(1)),
             FIRST=rows.first,
             GROUP=group,
@@ -100,6 +114,8 @@ class TritonAttendPacked:
             TILE=tile_tokens(dim, keys.element_size()),
             ROWS=tile_rows,
             DIM=dim,
+            WINDOW=window,
+            CAP=cap,
             num_warps=WARPS,
         )
         return out

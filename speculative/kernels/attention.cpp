@@ -65,7 +65,8 @@ inline __m512 load_cached(const char* from, int64_t width) {
 // Rows of one span that one thread attends for, and one of the cache's heads.
 struct Piece {
     int64_t row_begin, row_end;  // of the step
-    int64_t length;              // positions that the first row attends to; each later row one more
+    int64_t length;              // positions up to that of the first row; each later row one more
+    int64_t first;               // the first position that its first row attends to
     const int64_t* context;
     int64_t kv_head;
 
@@ -84,13 +85,16 @@ void fetch_positions(const char* numbers, const Cache& cache, const Piece& piece
 constexpr int64_t kPositionsAhead = kPositions;
 
 // Positions begin..end of a piece's sequence, from a multiple of `kPositions` on, and where their keys and values lie.
+// first: a multiple of 32, before which nobody attends to any.
 struct Block {
-    int64_t begin, end;
+    int64_t begin, end, first;
     int64_t at[kPositions];
 
     Block(const Cache& cache, const Piece& piece, int64_t begin)
-        : begin(begin), end(std::min(begin + kPositions, piece.most())) {
-        for (int64_t t = begin; t < end; ++t) at[t - begin] = cache.at(piece.context[t], piece.kv_head);
+        : begin(begin),
+          end(std::min(begin + kPositions, piece.most())),
+          first(std::max<int64_t>(0, piece.first - begin) / 32 * 32) {
+        for (int64_t t = begin + first; t < end; ++t) at[t - begin] = cache.at(piece.context[t], piece.kv_head);
     }
 
     int64_t count() const { return end - begin; }
@@ -100,27 +104,31 @@ struct Block {
 // their weights e^(score - top), and the sums of the values with these weights, [count, head_dim].
 struct Queries {
     int64_t count;
+    float scale, cap;  // as in `Scores`, of the products
     float* sums;
     std::vector<const float*> rows;
-    std::vector<int64_t> lengths;  // positions that they attend to
+    std::vector<int64_t> firsts, lengths;  // they attend to the positions from the first to before the second
     std::vector<float> tops, totals;
 
     void reset(int64_t new_count) {
         count = new_count;
-        rows.resize(count), lengths.resize(count);
+        rows.resize(count), firsts.resize(count), lengths.resize(count);
         tops.assign(count, -FLT_MAX), totals.assign(count, 0.0f);  // finite: of infinities no difference is taken
     }
 
-    // Positions of a block that a query attends to.
-    int64_t seen(int64_t q, const Block& block) const {
-        return std::clamp<int64_t>(lengths[q] - block.begin, 0, block.count());
+    // A query attends to the positions of a block from its first to before its end.
+    int64_t first(int64_t q, const Block& block) const { return within(firsts[q], block); }
+    int64_t end(int64_t q, const Block& block) const { return within(lengths[q], block); }
+
+    static int64_t within(int64_t position, const Block& block) {
+        return std::clamp<int64_t>(position - block.begin, 0, block.count());
     }
 };
 
-// Scores of 16 positions of a block from its `t` on, of every query, `kPositions` floats apart: what lies behind a
-// query's own position is garbage.
-void score_block(const Cache& cache, const Block& block, int64_t t, const Queries& queries, float* scores,
-                 float* copied) {
+// Scores of 16 positions of a block from its `t` on, of every query, `kPositions` floats apart: those of positions
+// that a query does not attend to are garbage.
+[[gnu::always_inline]] inline void score_block(const Cache& cache, const Block& block, int64_t t, const Queries& queries,
+                                               float* scores, float* copied) {
     const int64_t size = cache.head_dim;
     const float* keys[16];
     for (int64_t i = 0; i < 16; ++i) {
@@ -234,13 +242,13 @@ struct Panels {
 
     void fill(const Cache& cache, const Piece& piece, const Block& block) const {
         const int64_t count = block.count(), most = piece.most();
-        for (int64_t t = 0; t < count; t += kPanel) {
+        for (int64_t t = block.first; t < count; t += kPanel) {
             const int64_t at = block.begin + t, ahead = at + kPositionsAhead;
             fetch_positions(cache.keys, cache, piece, ahead, std::min(ahead + kPanel, most));
-            if (block.begin == 0) fetch_positions(cache.values, cache, piece, at, std::min(at + kPanel, most));
+            if (block.begin <= piece.first) fetch_positions(cache.values, cache, piece, at, std::min(at + kPanel, most));
             pair_keys(cache, block, t, keys_from(t));
         }
-        for (int64_t t = 0; t < count; t += kPanel) {
+        for (int64_t t = block.first; t < count; t += kPanel) {
             const int64_t ahead = block.begin + t + kPositionsAhead;
             fetch_positions(cache.values, cache, piece, ahead, std::min(ahead + kPanel, most));
             for (int64_t number = 0; number < cache.head_dim; number += kPanel) {
@@ -270,11 +278,11 @@ template <int Q>
     }
 }
 
-// Scores of the first positions of a block, up to whole panels, of Q queries, as `add_pairs` takes them.
+// Scores of some positions of a block, whole panels, of Q queries, as `add_pairs` takes them.
 template <int Q>
 [[gnu::noinline]] void score_pairs(const Panels& panels, int64_t size, const int8_t* queries, int64_t stride,
-                                   int64_t positions, float* scores) {
-    for (int64_t t = 0; t < positions; t += kPanel, scores += kPanel) {
+                                   int64_t begin, int64_t end, float* scores) {
+    for (int64_t t = begin; t < end; t += kPanel, scores += kPanel) {
         __m512 sums[Q][2];
         for (int q = 0; q < Q; ++q) sums[q][0] = sums[q][1] = _mm512_setzero_ps();
         add_pairs<Q>(queries, stride, panels.keys_from(t), size / 2, sums);
@@ -284,14 +292,14 @@ template <int Q>
     }
 }
 
-// Adds the weighted values of a block to the sums of Q queries. The first one sees the fewest positions; of the others
-// each takes its own.
-template <int Q>
-[[gnu::noinline]] void weigh_pairs(const Panels& panels, int64_t size, const float* weights, const int64_t* seen,
-                                   float* to) {
-    const int64_t common = seen[0] / 2;
+// Adds weighted values of a block to the sums of Q queries, in pairs of positions: those that all of them see, then of
+// those behind them what each sees itself, from its first position to before its end.
+template <int Q, bool ruled>
+[[gnu::noinline]] void weigh_pairs(const Panels& panels, int64_t size, const float* weights, Range common,
+                                   const int64_t* firsts, const int64_t* ends, float* to) {
     for (int64_t number = 0; number < size; number += kPanel) {
         const char* panel = panels.values_from(0, number);
+        const int64_t begin = ruled ? common.begin : 0;
         const bool whole = number + 16 < size;
         __m512 sums[Q][2];
         for (int q = 0; q < Q; ++q) {
@@ -299,12 +307,14 @@ template <int Q>
             sums[q][0] = _mm512_loadu_ps(so_far);
             sums[q][1] = whole ? _mm512_loadu_ps(so_far + 16) : _mm512_setzero_ps();
         }
-        add_pairs<Q>(reinterpret_cast<const int8_t*>(weights), 4 * kPositions, panel, common, sums);
+        add_pairs<Q>(reinterpret_cast<const int8_t*>(weights) + 4 * begin, 4 * kPositions, panel + begin * kPanelRow,
+                     common.end - begin, sums);
 #pragma GCC unroll 12
         for (int q = 0; q < Q; ++q) {  // unrolled, or the sums lie in memory
             const int8_t* row = reinterpret_cast<const int8_t*>(weights + q * kPositions);
-            for (int64_t k = common; 2 * k < seen[q]; ++k) {
-                const __mmask32 own = 2 * k + 1 < seen[q] ? 0xFFFFFFFF : 0x55555555;  // the next value may be no number
+            for (int64_t k = common.end; 2 * k < ends[q]; ++k) {
+                __mmask32 own = 2 * k + 1 < ends[q] ? 0xFFFFFFFF : 0x55555555;  // the next value may be no number
+                if (ruled && 2 * k < firsts[q]) own &= 0xAAAAAAAA;
                 const __m512bh first = (__m512bh)_mm512_maskz_loadu_epi16(own, panel + k * kPanelRow);
                 const __m512bh second = (__m512bh)_mm512_maskz_loadu_epi16(own, panel + k * kPanelRow + 64);
                 const __m512bh weight = pair_of(row, k);
@@ -341,6 +351,28 @@ template <bool in_pairs>
     return _mm512_scalef_ps(p, n);
 }
 
+// tanh to 3 units in the last place (near 0 Cephes' polynomial); NaN stays NaN.
+[[gnu::always_inline]] inline __m512 hyperbolic_tangent(__m512 x) {
+    constexpr float near[] = {-5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f,
+                              -3.33332819422e-1f};
+    const __m512 size = _mm512_abs_ps(x), square = _mm512_mul_ps(x, x), one = _mm512_set1_ps(1.0f);
+    const __m512 small = _mm512_fmadd_ps(_mm512_mul_ps(polynomial(near, square), square), x, x);
+    const __m512 power = _mm512_add_ps(exponential(_mm512_add_ps(size, size)), one);
+    const __m512 large = _mm512_sub_ps(one, _mm512_div_ps(_mm512_set1_ps(2.0f), power));
+    const __mmask16 is_negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
+    const __m512 signed_large = _mm512_mask_mov_ps(large, is_negative, _mm512_sub_ps(_mm512_setzero_ps(), large));
+    return _mm512_mask_mov_ps(signed_large, _mm512_cmp_ps_mask(size, _mm512_set1_ps(0.625f), _CMP_LT_OQ), small);
+}
+
+// Products of one query from begin to before end, up to whole 16 of them, to scores of at most `cap`, in place.
+[[gnu::noinline]] void cap_scores(float* scores, int64_t begin, int64_t end, float scale, float cap) {
+    const __m512 inner = _mm512_set1_ps(scale / cap), outer = _mm512_set1_ps(cap);
+    for (int64_t t = begin / 16 * 16; t < end; t += 16) {
+        const __m512 capped = hyperbolic_tangent(_mm512_mul_ps(_mm512_loadu_ps(scores + t), inner));
+        _mm512_storeu_ps(scores + t, _mm512_mul_ps(capped, outer));
+    }
+}
+
 // The largest score of one query.
 [[gnu::always_inline]] inline float largest_score(const float* scores, int64_t count) {
     __m512 largest[4];
@@ -350,21 +382,24 @@ template <bool in_pairs>
         for (int i = 0; i < 4; ++i) largest[i] = _mm512_max_ps(largest[i], _mm512_loadu_ps(scores + t + 16 * i));
     }
     for (; t < count; t += 16) {
-        largest[0] = _mm512_mask_max_ps(largest[0], first_lanes(count - t), largest[0], _mm512_loadu_ps(scores + t));
+        const __mmask16 lanes = first_lanes(count - t);
+        largest[0] = _mm512_mask_max_ps(largest[0], lanes, largest[0], _mm512_maskz_loadu_ps(lanes, scores + t));
     }
     for (int i = 1; i < 4; ++i) largest[0] = _mm512_max_ps(largest[0], largest[i]);
     return _mm512_reduce_max_ps(largest[0]);
 }
 
-// Scores of the positions of a block that one query sees to weights e^(score - top), in place, and 0 up to whole 32 of
-// them. In pairs they become bfloat16s, as `pair_row` has them. What is known of the query then counts these scores in,
+// Scores of the positions of a block that one query sees to weights e^(score - top), in place, and 0 beside them up to
+// whole 32. In pairs they become bfloat16s, as `pair_row` has them. What is known of the query then counts these scores in,
 // but not yet their values.
-template <bool in_pairs>
-[[gnu::noinline]] void exponentiate(Queries& queries, int64_t q, const Block& block, float scale, float* scores,
-                                    int64_t size) {
-    const int64_t count = queries.seen(q, block);
-    if (count == 0) return;
-    const float so_far = queries.tops[q], top = std::max(so_far, largest_score(scores, count));
+template <bool in_pairs, bool ruled>
+[[gnu::noinline]] void exponentiate(Queries& queries, int64_t q, const Block& block, float* scores, int64_t size) {
+    const int64_t first = ruled ? queries.first(q, block) : 0, end = queries.end(q, block);
+    if (first == end) return;
+    const bool capped = ruled && queries.cap != 0;
+    if (capped) cap_scores(scores, first, end, queries.scale, queries.cap);
+    const float scale = capped ? 1.0f : queries.scale;
+    const float so_far = queries.tops[q], top = std::max(so_far, largest_score(scores + first, end - first));
     const __m512 factor = _mm512_set1_ps(scale * 1.44269504088896341f), subtracted = _mm512_set1_ps(top);
     const auto power = [&](__m512 score) {
         return two_to_the<in_pairs>(_mm512_mul_ps(_mm512_sub_ps(score, subtracted), factor));
@@ -383,7 +418,10 @@ template <bool in_pairs>
         __m512 weights[2];
         for (int i = 0; i < 2; ++i) {
             weights[i] = power(_mm512_loadu_ps(scores + t + 16 * i));
-            if (!all) weights[i] = _mm512_maskz_mov_ps(first_lanes(count - t - 16 * i), weights[i]);
+            const int64_t from = t + 16 * i;
+            __mmask16 own = first_lanes(end - from);
+            if (ruled) own &= ~first_lanes(first - from);
+            if (!all) weights[i] = _mm512_maskz_mov_ps(own, weights[i]);
         }
 #if defined(__AVX512BF16__)
         if constexpr (in_pairs) {
@@ -398,15 +436,17 @@ template <bool in_pairs>
             added = _mm512_add_ps(added, weights[i]);
         }
     };
-    int64_t t = 0;
-    for (; t + 32 <= count; t += 32) weigh(t, true);
-    if (t < count) weigh(t, false);
+    int64_t t = first / 32 * 32;
+    if (ruled && t < first) weigh(t, false), t += 32;
+    for (; t + 32 <= end; t += 32) weigh(t, true);
+    if (t < end) weigh(t, false);
     queries.totals[q] += _mm512_reduce_add_ps(added);
 }
 
 // Adds the weighted values of positions begin..end of a block to Q queries' sums, some numbers of the head at a time.
 template <int Q>
-void add_values(const Cache& cache, const Block& block, int64_t begin, int64_t end, const float* weights, float* to) {
+[[gnu::always_inline]] inline void add_values(const Cache& cache, const Block& block, int64_t begin, int64_t end,
+                                              const float* weights, float* to) {
     for (int64_t d = 0; d < cache.head_dim; d += 16 * kParts) {
         const int parts = static_cast<int>(std::min<int64_t>(16 * kParts, cache.head_dim - d) / 16);
         __m512 sums[Q][kParts];
@@ -436,22 +476,37 @@ void add_values(const Cache& cache, const Block& block, int64_t begin, int64_t e
 
 #if defined(__AVX512BF16__)
 
-void attend_in_pairs(const Block& block, Queries& queries, const Panels& panels, int64_t size, float scale,
-                     const int8_t* split, float* scores) {
+template <bool ruled>
+void attend_in_pairs(const Block& block, Queries& queries, const Panels& panels, int64_t size, const int8_t* split,
+                     float* scores) {
     const int64_t row_bytes = 2 * padded(size, 32);
     for (int64_t q = 0; q < queries.count; q += kPairTile) {
-        const int64_t some = std::min(kPairTile, queries.count - q), longest = queries.seen(q + some - 1, block);
-        if (longest == 0) continue;
+        const int64_t some = std::min(kPairTile, queries.count - q), longest = queries.end(q + some - 1, block);
+        const int64_t first = ruled ? queries.first(q, block) / kPanel * kPanel : 0;
+        if (longest <= first) continue;
         with_count<kPairTile>(some, [&](auto tile) {
-            score_pairs<tile()>(panels, size, split + q * row_bytes, row_bytes, longest, scores);
+            score_pairs<tile()>(panels, size, split + q * row_bytes, row_bytes, first, longest, scores + first);
         });
-        int64_t seen[kPairTile];
+        int64_t firsts[kPairTile], ends[kPairTile];
         for (int64_t i = 0; i < some; ++i) {
-            exponentiate<true>(queries, q + i, block, scale, scores + i * kPositions, size);
-            seen[i] = queries.seen(q + i, block);
+            exponentiate<true, ruled>(queries, q + i, block, scores + i * kPositions, size);
+            ends[i] = queries.end(q + i, block);
+            if (ruled) firsts[i] = queries.first(q + i, block);
+        }
+        float* sums = queries.sums + q * size;
+        Range common{0, ends[0] / 2};  // the first one ends first
+        if constexpr (ruled) {
+            common.begin = (firsts[some - 1] + 1) / 2;  // the last one begins last
+            common.end = std::max(common.begin, common.end);
+            for (int64_t i = 0; i < some; ++i) {
+                const int64_t end = std::min(ends[i], 2 * common.begin);
+                if (firsts[i] >= end) continue;
+                const Range none{firsts[i] / 2, firsts[i] / 2};
+                weigh_pairs<1, true>(panels, size, scores + i * kPositions, none, firsts + i, &end, sums + i * size);
+            }
         }
         with_count<kPairTile>(some, [&](auto tile) {
-            weigh_pairs<tile()>(panels, size, scores, seen, queries.sums + q * size);
+            weigh_pairs<tile(), ruled>(panels, size, scores, common, firsts, ends, sums);
         });
     }
 }
@@ -460,9 +515,9 @@ void attend_in_pairs(const Block& block, Queries& queries, const Panels& panels,
 
 #if defined(TRUESPEC_TILES)
 
-// By sizes of the model alone, never by numbers of rows: attention by tiles rounds in another order.
-bool attends_by_tiles(const Cache& cache, int64_t group) {
-    return truespec_attends_by_tiles && cache.width == 2 && cache.head_dim % kTileInputs == 0 && group <= 2 * kTileRows;
+// By sizes of the model alone, never by numbers of rows: attention by tiles rounds in another order. No windows.
+bool attends_by_tiles(const Cache& cache, int64_t group, int64_t window) {
+    return truespec_attends_by_tiles && window == 0 && cache.width == 2 && cache.head_dim % kTileInputs == 0 && group <= 2 * kTileRows;
 }
 
 // Rows of each tile, where tiles of one size hold `count` rows. The last one ends with the last row, so it may compute
@@ -516,27 +571,28 @@ void copy_first(const char* panel, int64_t positions, char* to) {
 // The positions that all queries of two tiles see are weighed for all of them, up to whole panels of 32; the rest for
 // each row on its own, with 0 behind what it sees: so its sums go through the same steps in any company, and what lies
 // behind it may be no number.
+template <bool ruled>
 void attend_by_tiles(const Block& block, Queries& queries, const Panels& panels, int64_t size, int64_t group,
-                     float scale, const int8_t* split, float* scores) {
+                     const int8_t* split, float* scores) {
     const int64_t most = 2 * kTileRows / group * group;
     for (int64_t q = 0; q < queries.count; q += most) {
-        const int64_t some = std::min(most, queries.count - q), longest = queries.seen(q + some - 1, block);
+        const int64_t some = std::min(most, queries.count - q), longest = queries.end(q + some - 1, block);
         if (longest == 0) continue;
         shape_for_panels(rows_of_tiles(some));
         for (int64_t t = 0; t < longest; t += 32) {
             score_by_tiles(split + 2 * q * size, some, size, panels.keys_from(t), scores + t);
         }
         for (int64_t i = 0; i < some; ++i) {
-            exponentiate<true>(queries, q + i, block, scale, scores + i * kPositions, size);
+            exponentiate<true, ruled>(queries, q + i, block, scores + i * kPositions, size);
         }
-        const int64_t whole = queries.seen(q, block) / 32 * 32;
+        const int64_t whole = queries.end(q, block) / 32 * 32;
         for (int64_t number = 0; number < size && whole > 0; number += 32) {
             weigh_by_tiles(scores, some, panels.values_from(0, number), whole, queries.sums + q * size + number, size);
         }
         if (longest == whole) continue;
         shape_for_panels(rows_of_tiles(group));
         for (int64_t i = 0; i < some; i += group) {
-            const int64_t seen = queries.seen(q + i, block);
+            const int64_t seen = queries.end(q + i, block);
             for (int64_t t = whole; t < seen; t += 32) {
                 for (int64_t number = 0; number < size; number += 32) {
                     alignas(64) char panel[kTileInputs / 2 * kPanelRow];
@@ -552,45 +608,51 @@ void attend_by_tiles(const Block& block, Queries& queries, const Panels& panels,
 
 #endif
 
-void attend_plainly(const Cache& cache, const Piece& piece, const Block& block, Queries& queries, float scale,
-                    float* copied, float* scores) {
+template <bool ruled>
+void attend_plainly(const Cache& cache, const Piece& piece, const Block& block, Queries& queries, float* copied,
+                    float* scores) {
     const int64_t size = cache.head_dim, count = block.count(), most = piece.most();
-    for (int64_t t = 0; t < count; t += 16) {
+    for (int64_t t = block.first; t < count; t += 16) {
         const int64_t at = block.begin + t, ahead = at + kPositionsAhead;
         fetch_positions(cache.keys, cache, piece, ahead, std::min(ahead + 16, most));
         fetch_positions(cache.values, cache, piece, at, std::min(at + 16, most));
         score_block(cache, block, t, queries, scores, copied);
     }
     for (int64_t q = 0; q < queries.count; ++q) {
-        exponentiate<false>(queries, q, block, scale, scores + q * kPositions, size);
+        exponentiate<false, ruled>(queries, q, block, scores + q * kPositions, size);
     }
     for (int64_t q = 0; q < queries.count; q += kQueryTile) {
         const int64_t tile = std::min(kQueryTile, queries.count - q);
-        const int64_t common = queries.seen(q, block);  // the first of a tile is the shortest
+        const int64_t begin = ruled ? queries.first(q + tile - 1, block) : 0;  // the last of a tile begins last
+        const int64_t end = std::max(begin, queries.end(q, block));  // the first one ends first
         float *weights = scores + q * kPositions, *sums = queries.sums + q * size;
-        with_count<kQueryTile>(tile, [&](auto some) { add_values<some()>(cache, block, 0, common, weights, sums); });
-        for (int64_t i = 0; i < tile; ++i) {
-            const int64_t own = queries.seen(q + i, block);
-            if (own > common) add_values<1>(cache, block, common, own, weights + i * kPositions, sums + i * size);
+        const auto add_own = [&](int64_t i, int64_t from, int64_t to) {
+            if (from < to) add_values<1>(cache, block, from, to, weights + i * kPositions, sums + i * size);
+        };
+        for (int64_t i = 0; ruled && i < tile; ++i) {
+            add_own(i, queries.first(q + i, block), std::min(begin, queries.end(q + i, block)));
         }
+        with_count<kQueryTile>(tile, [&](auto some) { add_values<some()>(cache, block, begin, end, weights, sums); });
+        for (int64_t i = 0; i < tile; ++i) add_own(i, end, queries.end(q + i, block));
     }
 }
 
 #if defined(__AVX512BF16__)
 
+template <bool ruled>
 void attend_in_panels(const Cache& cache, const Piece& piece, const Block& block, Queries& queries, int64_t group,
-                      float scale, const Panels& panels, int8_t* split, float* scores) {
+                      int64_t window, const Panels& panels, int8_t* split, float* scores) {
     const int64_t size = cache.head_dim, row_bytes = 2 * padded(size, 32);
-    for (int64_t q = 0; block.begin == 0 && q < queries.count; ++q) {
+    for (int64_t q = 0; block.begin <= piece.first && q < queries.count; ++q) {
         pair_row(queries.rows[q], size, split + q * row_bytes);
     }
     panels.fill(cache, piece, block);
 #if defined(TRUESPEC_TILES)
-    if (attends_by_tiles(cache, group)) {
-        return attend_by_tiles(block, queries, panels, size, group, scale, split, scores);
+    if (attends_by_tiles(cache, group, window)) {
+        return attend_by_tiles<ruled>(block, queries, panels, size, group, split, scores);
     }
 #endif
-    attend_in_pairs(block, queries, panels, size, scale, split, scores);
+    attend_in_pairs<ruled>(block, queries, panels, size, split, scores);
 }
 
 #endif
@@ -609,8 +671,12 @@ struct Places {
 
 int64_t rows_of_piece(int64_t group) { return std::max<int64_t>(1, kPieceQueries / group); }
 
-void attend_piece(const Shape& shape, const Cache& cache, const Heads& heads, const Piece& piece, const Piece& next,
-                  float* scratch, float* attended) {
+int64_t first_seen(int64_t length, int64_t window) { return window > 0 ? std::max<int64_t>(0, length - window) : 0; }
+
+// ruled: whether there is a window or a cap.
+template <bool ruled>
+void attend_piece(const Shape& shape, const Scores& rule, const Cache& cache, const Heads& heads, const Piece& piece,
+                  const Piece& next, float* scratch, float* attended) {
     const int64_t size = shape.head_dim, group = shape.num_heads / shape.num_kv_heads;
     const Places places(size, rows_of_piece(group) * group);
     thread_local Queries queries;  // allocates nothing once it has been as large
@@ -621,21 +687,23 @@ void attend_piece(const Shape& shape, const Cache& cache, const Heads& heads, co
         const int64_t row = piece.row_begin + q / group, head = piece.kv_head * group + q % group;
         queries.rows[q] = heads.query + row * heads.query_stride + head * size;
         queries.lengths[q] = piece.length + q / group;
+        if (ruled) queries.firsts[q] = first_seen(queries.lengths[q], rule.window);
     }
-    const float scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(size)));
+    queries.scale = static_cast<float>(rule.scale != 0 ? rule.scale : 1.0 / std::sqrt(static_cast<double>(size)));
+    queries.cap = static_cast<float>(rule.cap);
     float* scores = scratch + places.scores;
-    for (int64_t begin = 0; begin < piece.most(); begin += kPositions) {
+    for (int64_t begin = piece.first / kPositions * kPositions; begin < piece.most(); begin += kPositions) {
         const Block block(cache, piece, begin);
 #if defined(__AVX512BF16__)
         if (cache.width == 2) {
-            attend_in_panels(cache, piece, block, queries, group, scale, Panels(size, scratch + places.panels),
+            attend_in_panels<ruled>(cache, piece, block, queries, group, rule.window, Panels(size, scratch + places.panels),
                              reinterpret_cast<int8_t*>(scratch + places.split), scores);
             continue;
         }
 #endif
-        attend_plainly(cache, piece, block, queries, scale, scratch + places.panels, scores);
+        attend_plainly<ruled>(cache, piece, block, queries, scratch + places.panels, scores);
     }
-    fetch_positions(cache.keys, cache, next, 0, std::min(kPositionsAhead, next.most()));
+    fetch_positions(cache.keys, cache, next, next.first, std::min(next.first + kPositionsAhead, next.most()));
     for (int64_t q = 0; q < queries.count; ++q) {
         const int64_t row = piece.row_begin + q / group, head = piece.kv_head * group + q % group;
         float* out = attended + (row * shape.num_heads + head) * size;
@@ -670,10 +738,11 @@ int64_t scratch_size(const Shape& shape) {
     return Places(shape.head_dim, rows_of_piece(group) * group).end;
 }
 
-void attend_spans(const Shape& shape, const Cache& cache, const Heads& heads, const Step& step, float* scratch,
-                  float* attended, int thread, int threads) {
+void attend_spans(const Shape& shape, const Scores& rule, const Cache& cache, const Heads& heads, const Step& step,
+                  float* scratch, float* attended, int thread, int threads) {
     const bool scarce = threads > 1 && step.num_spans * shape.num_kv_heads < 4 * threads;
     const int64_t whole = rows_of_piece(shape.num_heads / shape.num_kv_heads);
+    const auto attend = rule.window != 0 || rule.cap != 0 ? attend_piece<true> : attend_piece<false>;
     int64_t turn = 0;
     Piece piece{};
     for (int64_t s = 0; s < step.num_spans; ++s) {
@@ -683,14 +752,15 @@ void attend_spans(const Shape& shape, const Cache& cache, const Heads& heads, co
         for (int64_t row = start; row < stop; row += most) {
             for (int64_t g = 0; g < shape.num_kv_heads; ++g) {
                 if (turn++ % threads != thread) continue;
-                const Piece next{row, std::min(row + most, stop), length - (stop - 1 - row),
+                const int64_t own = length - (stop - 1 - row);
+                const Piece next{row, std::min(row + most, stop), own, first_seen(own, rule.window),
                                  step.context + step.context_starts[s], g};
-                if (piece.context) attend_piece(shape, cache, heads, piece, next, scratch, attended);
+                if (piece.context) attend(shape, rule, cache, heads, piece, next, scratch, attended);
                 piece = next;
             }
         }
     }
-    if (piece.context) attend_piece(shape, cache, heads, piece, piece, scratch, attended);
+    if (piece.context) attend(shape, rule, cache, heads, piece, piece, scratch, attended);
 }
 
 }  // namespace truespec

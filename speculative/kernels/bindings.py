@@ -28,10 +28,20 @@ class LinearStruct(ctypes.Structure):
     _fields_ = [*_each(c_void_p, "weight bias"), *_each(c_int64, "num_inputs num_outputs kind")]
 
 
+class ScoresStruct(ctypes.Structure):
+    """`Scores` of kernels.h."""
+
+    _fields_ = [("window", c_int64), *_each(c_double, "scale cap")]
+
+
 class LayerStruct(ctypes.Structure):
     """`Layer` of kernels.h."""
 
-    _fields_ = [*_each(c_void_p, "input_norm mlp_norm head_norm"), *_each(LinearStruct, "qkv output gate_up down")]
+    _fields_ = [
+        *_each(c_void_p, "input_norm mlp_norm head_norm"),
+        *_each(LinearStruct, "qkv output gate_up down"),
+        ("scores", ScoresStruct),
+    ]
 
 
 class DraftHeadStruct(ctypes.Structure):
@@ -103,6 +113,7 @@ class TermStruct(ctypes.Structure):
 
 _MIRRORED: dict[str, type[ctypes.Structure]] = {
     "Linear": LinearStruct,
+    "Scores": ScoresStruct,
     "Layer": LayerStruct,
     "DraftHead": DraftHeadStruct,
     "Shape": ShapeStruct,
@@ -154,7 +165,9 @@ class Kernels:
             return function
 
         self._linear = bound("linear", pointer, number, pointer, number, pointer, real, pointer, number)
-        self._attend = bound("attend", *[pointer] * 3, *[number, pointer] * 4, number)
+        self._attend = bound(
+            "attend", *[pointer] * 3, *[number, pointer] * 3, number, *[number, real, real], pointer, number
+        )
         self._layers = bound("layers", pointer, number, *[pointer] * 5, number, pointer, number)
         self._norm = bound("norm", number, number, pointer, number, pointer, real, pointer)
         self._attention = bound("attention", pointer, number, *[pointer] * 4, number, *[pointer] * 3, number)
@@ -244,7 +257,13 @@ class Kernels:
         return out
 
     def attend(
-        self, shape: ShapeStruct, step: StepStruct, cache: Tensor, layer: int, heads: tuple[Tensor, Tensor, Tensor]
+        self,
+        shape: ShapeStruct,
+        step: StepStruct,
+        cache: Tensor,
+        layer: int,
+        heads: tuple[Tensor, Tensor, Tensor],
+        scores: tuple[int, float, float] = (0, 0.0, 0.0),
     ) -> Tensor:
         """Store key and value of one layer, then attend.
 
@@ -254,6 +273,7 @@ class Kernels:
             cache: [num_layers, 2, num_slots, num_kv_heads, head_dim], float32 or bfloat16.
             layer: which one.
             heads: query [N, num_heads, head_dim], key and value [N, num_kv_heads, head_dim]; rows may be apart.
+            scores: window, scale and cap, as in `Scores` of kernels.h.
 
         Returns:
             [N, num_heads, head_dim].
@@ -262,8 +282,7 @@ class Kernels:
         places = [place for part in heads for place in (part.data_ptr(), part.stride(0))]
         self._attend(
             *(ctypes.addressof(shape), ctypes.addressof(step), cache.data_ptr(), layer),
-            *places,
-            *(attended.data_ptr(), torch.get_num_threads()),
+            *(*places, *scores, attended.data_ptr(), torch.get_num_threads()),
         )
         return attended
 

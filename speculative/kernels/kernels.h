@@ -61,6 +61,13 @@ struct Linear {
     int64_t kind;
 };
 
+// What becomes of the product of a query and a key before the softmax.
+struct Scores {
+    int64_t window;  // positions that a row sees, its own among them; 0 = all
+    double scale;    // of the product; 0 = 1 / sqrt(head_dim)
+    double cap;      // c of c tanh(score / c); 0 = none
+};
+
 struct Layer {
     const float* input_norm;  // [hidden]
     const float* mlp_norm;    // [hidden]
@@ -69,6 +76,7 @@ struct Layer {
     Linear output;
     Linear gate_up;
     Linear down;
+    Scores scores;
 };
 
 // A draft head of one layer that reads a token and a hidden state side by side (EAGLE-3).
@@ -301,8 +309,8 @@ void write_rows(const Cache& cache, const Heads& heads, const Step& step, int th
 
 // Attention of all spans, once everybody's keys and values are written. Pieces go round the threads in turn. Where the
 // processor multiplies pairs of bfloat16s, a cache of them has queries and weights rounded to bfloat16.
-void attend_spans(const Shape& shape, const Cache& cache, const Heads& heads, const Step& step, float* scratch,
-                  float* attended, int thread, int threads);
+void attend_spans(const Shape& shape, const Scores& rule, const Cache& cache, const Heads& heads, const Step& step,
+                  float* scratch, float* attended, int thread, int threads);
 
 // -- vocabulary.cpp ---------------------------------------------------------------------------------------------------
 

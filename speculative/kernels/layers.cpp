@@ -103,8 +103,8 @@ struct Worker {
         const Heads heads{pass.qkv, key, key + sizes.kv, sizes.qkv, sizes.qkv, sizes.qkv};
         write_rows(cache, heads, pass.step, thread, threads);
         wait();
-        attend_spans(pass.shape, cache, heads, pass.step, pass.scratch + thread * pass.scratch_each, pass.attended,
-                     thread, threads);
+        attend_spans(pass.shape, layer.scores, cache, heads, pass.step, pass.scratch + thread * pass.scratch_each,
+                     pass.attended, thread, threads);
         wait();
         product({Input::kPlain, pass.attended, sizes.query, nullptr, 0}, layer.output, target);
     }
@@ -146,7 +146,8 @@ void truespec_linear(const Linear* linear, int64_t num_rows, const float* rows, 
 // Stores keys and values of one layer, then attends: query, key and value -> attended [num_rows, num_heads, head_dim].
 void truespec_attend(const Shape* shape, const Step* step, void* cache_data, int64_t layer, const float* query,
                      int64_t query_stride, const float* key, int64_t key_stride, const float* value,
-                     int64_t value_stride, float* attended, int64_t num_threads) {
+                     int64_t value_stride, int64_t window, double scale, double cap, float* attended,
+                     int64_t num_threads) {
     const Cache cache = layer_cache(*shape, cache_data, layer);
     const Heads heads{query, key, value, query_stride, key_stride, value_stride};
     const int64_t each = scratch_size(*shape);
@@ -156,7 +157,8 @@ void truespec_attend(const Shape* shape, const Step* step, void* cache_data, int
         if (threads > 1) {
 #pragma omp barrier
         }
-        attend_spans(*shape, cache, heads, *step, scratch + thread * each, attended, thread, threads);
+        attend_spans(*shape, {window, scale, cap}, cache, heads, *step, scratch + thread * each, attended, thread,
+                     threads);
     });
 }
 
@@ -315,7 +317,9 @@ const Place kPlaces[] = {
     AT(Linear, weight), AT(Linear, bias), AT(Linear, num_inputs), AT(Linear, num_outputs), AT(Linear, kind),
     SIZE(Layer),
     AT(Layer, input_norm), AT(Layer, mlp_norm), AT(Layer, head_norm), AT(Layer, qkv), AT(Layer, output),
-    AT(Layer, gate_up), AT(Layer, down),
+    AT(Layer, gate_up), AT(Layer, down), AT(Layer, scores),
+    SIZE(Scores),
+    AT(Scores, window), AT(Scores, scale), AT(Scores, cap),
     SIZE(DraftHead),
     AT(DraftHead, embedding), AT(DraftHead, embedding_is_bfloat16), AT(DraftHead, residual_is_normed),
     AT(DraftHead, token_norm), AT(DraftHead, hidden_norm), AT(DraftHead, layer), AT(DraftHead, norm),

@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -65,32 +64,28 @@ def prepare_by(kernels: Kernels | None) -> PreparePass:
 class StepAttention(CacheAttention):
     """Attention of one step.
 
-    Our own CPU kernels, where they are given and know the shape and the rule, read the cache where it lies; else each
-    sequence's part of it is gathered for torch's.
+    Our own CPU kernels, where they are given and know the shape, read the cache where it lies; else each sequence's
+    part of it is gathered for torch's.
     """
 
     def __init__(self, cache: KVCache, rows: AttentionRows, kernels: Kernels | None = None) -> None:
-        self.cache, self._rows = cache, rows
-        knows = kernels is not None and cache.shape.head_dim % 16 == 0
-        self.native = NativeStep(kernels, cache, rows) if kernels is not None and knows else None
-
-    @cached_property
-    def slots(self) -> Tensor:  # type: ignore[override]
-        """Implement `CacheAttention`."""
-        return torch.from_numpy(self._rows.slots).to(self.cache.data.device)
-
-    @cached_property
-    def _spans(self) -> tuple[_Span, ...]:
-        starts, device = self._rows.row_starts.tolist(), self.cache.data.device
-        return tuple(
+        self.cache = cache
+        self.native = None
+        if kernels is not None and cache.shape.head_dim % 16 == 0:
+            self.native = NativeStep(kernels, cache, rows)
+            return
+        device = cache.data.device
+        self.slots = torch.from_numpy(rows.slots).to(device)
+        starts = rows.row_starts.tolist()
+        self._spans = tuple(
             _span(start, stop, torch.from_numpy(slots).to(device))
-            for start, stop, slots in zip(starts, starts[1:], self._rows.context_slots, strict=False)
+            for start, stop, slots in zip(starts, starts[1:], rows.context_slots, strict=False)
         )
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule = PLAIN) -> Tensor:
         """Implement `CacheAttention`."""
-        if self.native is not None and scores == PLAIN:
-            return self.native.attend(layer, query, key, value)
+        if self.native is not None:
+            return self.native.attend(layer, query, key, value, scores)
         return super().__call__(layer, query, key, value, scores)
 
     def attend_stored(self, layer: int, query: Tensor, scores: ScoreRule = PLAIN) -> Tensor:
@@ -167,11 +162,12 @@ class NativeStep:
         )
         self.shape = cache_shape(cache)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule = PLAIN) -> Tensor:
         """Implement `StepAttention`; computed in float32 whatever the query's type."""
         self.shape.num_heads = query.shape[1]
         heads = (_packed_heads(query), _packed_heads(key), _packed_heads(value))
-        return self.kernels.attend(self.shape, self.struct, self.cache, layer, heads).to(query.dtype)
+        rule = (scores.window or 0, scores.scale or 0.0, scores.cap or 0.0)
+        return self.kernels.attend(self.shape, self.struct, self.cache, layer, heads, rule).to(query.dtype)
 
 
 def cache_shape(cache: KVCache) -> ShapeStruct:

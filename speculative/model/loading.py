@@ -21,7 +21,7 @@ from speculative.config import WeightsName, models_folder
 from speculative.errors import ConfigError, UnsupportedModel
 from speculative.kernels.chosen import ChosenKernels, choose_kernels
 from speculative.model.catalogue import CATALOGUE, fetch_model
-from speculative.model.config import PLAIN, ModelConfig
+from speculative.model.config import ModelConfig
 from speculative.model.cpu.native import Kind
 from speculative.model.decoder import Decoder
 from speculative.model.derived import is_derived
@@ -102,11 +102,6 @@ def load_decoder(
         UnsupportedModel: the model needs something this engine does not do, or its weights are pickled.
     """
     config = ModelConfig.from_folder(folder)
-    if torch.device(device).type == "cuda" and any(kind.scores != PLAIN for kind in config.kinds):
-        raise UnsupportedModel(
-            f"{folder}: {config.architecture} with these settings runs on a CPU alone; set device: cpu, or serve it "
-            "with `engine.kind: vllm`."
-        )
     files = checkpoint_files(folder)
     if weights == "fp8":
         check_fp8_sizes(config)

@@ -42,6 +42,7 @@ from speculative.gpu.row_edits import EditFields
 from speculative.gpu.row_judge import RowFields, RowJudge, SampledFrom
 from speculative.kernels.chosen import ChosenKernels
 from speculative.model.attention import CacheAttention
+from speculative.model.config import PLAIN, ScoreRule
 from speculative.model.fp8 import Fp8Rows, Rows, quantize_rows
 from speculative.model.layers import Attend, Attention, LayerOps, RMSNorm, Rotation
 from speculative.model.rotary import Rotary, rotate
@@ -292,13 +293,16 @@ class PretendedCuda(TorchFunctionMode):
             judge=lambda mode: _RowJudge(self, mode, of_triton.judge(mode)),
         )
 
-    def _attend_packed(self, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows) -> Tensor:
+    def _attend_packed(
+        self, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scores: ScoreRule = PLAIN
+    ) -> Tensor:
         from speculative.gpu.triton_prompts import TritonAttendPacked
 
         assert rows.blocks.dtype == rows.spans.dtype == torch.int32
         assert rows.spans.is_contiguous() and keys.stride() == values.stride()
 
-        return self.kernels(TritonAttendPacked(), attend_packed, query, keys, values, rows)  # type: ignore[no-any-return]
+        given = (query, keys, values, rows, scores)
+        return self.kernels(TritonAttendPacked(), attend_packed, *given)  # type: ignore[no-any-return]
 
     def _sample_drafts(
         self,
@@ -568,16 +572,18 @@ class _PagedAttention:
     def __init__(self, device: PretendedCuda, sizes: AttentionSizes, of_triton: AttendPaged) -> None:
         self._device, self._attend, self._of_triton = device, TorchAttend(sizes.block_size), of_triton
 
-    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows) -> Tensor:
+    def __call__(
+        self, query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scores: ScoreRule = PLAIN
+    ) -> Tensor:
         given = (query, keys, values, rows.slots, rows.visible, rows.blocks)
         assert rows.blocks.dtype == rows.visible.dtype == torch.int64
         assert rows.blocks.is_contiguous() and rows.visible.is_contiguous() and keys.stride() == values.stride()
 
         def attend(query: Tensor, keys: Tensor, values: Tensor, *places: Tensor) -> Tensor:
-            return self._attend(query, keys, values, PagedRows(*places, first=rows.first))
+            return self._attend(query, keys, values, PagedRows(*places, first=rows.first), scores)
 
         return self._device.kernels(  # type: ignore[no-any-return]
-            lambda *_: self._of_triton(query, keys, values, rows), attend, *given
+            lambda *_: self._of_triton(query, keys, values, rows, scores), attend, *given
         )
 
 

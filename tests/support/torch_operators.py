@@ -20,6 +20,7 @@ from speculative.gpu.row_edits import EditFields
 from speculative.gpu.row_judge import RowFields, SampledFrom
 from speculative.kernels.chosen import ChosenKernels
 from speculative.model.attention import prepare_by
+from speculative.model.config import PLAIN, ScoreRule
 from speculative.model.layers import LayerOps
 from speculative.sampling.coupled import NoiseRows, accept_choice
 from speculative.sampling.draft_probs import Dense, DraftProbs, PointMass, SubVocabulary, mass_before
@@ -54,7 +55,7 @@ class TorchAttend:
 
     block_size: int
 
-    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows) -> Tensor:
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, rule: ScoreRule = PLAIN) -> Tensor:
         """Implement `AttendPaged`; computed in float32 whatever the types."""
         num_seqs, num_kv_heads = rows.blocks.shape[0], keys.shape[1]
         offsets = torch.arange(self.block_size, device=query.device)
@@ -66,29 +67,38 @@ class TorchAttend:
         positions = torch.arange(own_keys.shape[1], device=query.device)
         visible = rows.visible.view(num_seqs, -1)
         seen = (positions >= rows.first) & (positions < visible[..., None])  # [B, Q, L]
+        if rule.window:
+            seen &= visible[..., None] - positions <= rule.window
         # What nobody sees may be anything, and 0 x NaN is NaN.
         own_values = own_values.masked_fill(~seen.any(dim=1)[:, :, None, None], 0.0)
-        scores = torch.einsum("bqhgd,blhd->bqhgl", queries, own_keys) * query.shape[-1] ** -0.5
+        scores = _scores(torch.einsum("bqhgd,blhd->bqhgl", queries, own_keys), query.shape[-1], rule)
         scores = scores.masked_fill(~seen[:, :, None, None], -torch.inf)
         weights = torch.softmax(scores, dim=-1).masked_fill(~seen.any(dim=-1)[:, :, None, None, None], 0.0)
         attended = torch.einsum("bqhgl,blhd->bqhgd", weights, own_values)
         return attended.reshape(query.shape).to(query.dtype)
 
 
-def attend_packed(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows) -> Tensor:
+def _scores(products: Tensor, head_dim: int, rule: ScoreRule) -> Tensor:
+    scores = products * (rule.scale or head_dim**-0.5)
+    return torch.tanh(scores / rule.cap) * rule.cap if rule.cap else scores
+
+
+def attend_packed(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, rule: ScoreRule = PLAIN) -> Tensor:
     """Implement `AttendPacked` in float64, sequence after sequence."""
     out = torch.full_like(query, torch.nan)
     num_kv_heads, head_dim = keys.shape[1:]
     for first_row, num_rows, begin, table in rows.spans.tolist():
         if num_rows == 0:
             continue
-        positions = torch.arange(rows.first, begin + num_rows)
+        seen_before = (rule.window or begin + num_rows) - 1
+        positions = torch.arange(max(rows.first, begin - seen_before), begin + num_rows)
         blocks = rows.blocks[table + positions // rows.block_size].long()
         slots = blocks * rows.block_size + positions % rows.block_size
         own = slice(first_row, first_row + num_rows)
         queries = query[own].double().view(num_rows, num_kv_heads, -1, head_dim)
-        scores = torch.einsum("nhgd,lhd->nhgl", queries, keys[slots].double()) * head_dim**-0.5
-        hidden = positions > begin + torch.arange(num_rows)[:, None]  # [N, L]
+        scores = _scores(torch.einsum("nhgd,lhd->nhgl", queries, keys[slots].double()), head_dim, rule)
+        behind = positions - begin - torch.arange(num_rows)[:, None]  # [N, L] the row
+        hidden = (behind > 0) | (behind < -seen_before)
         weights = torch.softmax(scores.masked_fill(hidden[:, None, None], -torch.inf), dim=-1)
         attended = torch.einsum("nhgl,lhd->nhgd", weights, values[slots].double())
         out[own] = attended.flatten(1, 2).to(query.dtype)

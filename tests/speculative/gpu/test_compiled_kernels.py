@@ -31,26 +31,30 @@ def compiled(name, kernel, kinds, warps=4, stages=3, **constants):
     made = triton.compile(ASTSource(kernel, signature, constants, aligned), target=target, options=options)
     print(json.dumps({"ttir": made.asm["ttir"], "ptx": made.asm["ptx"], "shared": made.metadata.shared}))
 
-for dim, group, num_rows in ((64, 3, 3), (64, 8, 40), (128, 4, 4), (128, 4, 20), (128, 8, 40), (256, 8, 40)):
+plain, ruled = {"WINDOW": 0, "CAP": 0.0}, {"WINDOW": 4096, "CAP": 72.1}
+for dim, group, num_rows, rule in (
+    (64, 3, 3, plain), (64, 8, 40, plain), (128, 4, 4, plain), (128, 4, 20, plain), (128, 8, 40, plain),
+    (256, 8, 40, plain), (256, 2, 10, ruled),
+):
     rows = triton_attention.rows_of_program(num_rows, dim)
     compiled(
         f"attention of {rows} rows, heads of {dim}", triton_attention._attend_splits,
         "*bf16 *bf16 *bf16 *i64 *i64 *fp32 *fp32 fp32" + 7 * " i32", triton_attention.warps_for(rows, dim),
         triton_attention.STAGES,
         FIRST=0, GROUP=group, HEAD_DIM=dim, BLOCK_SIZE=16, SPLIT=256, NUM_PARTS=32,
-        TILE=triton_attention.tile_tokens(dim, 2), ROWS=rows, DIM=dim,
+        TILE=triton_attention.tile_tokens(dim, 2), ROWS=rows, DIM=dim, **rule,
     )
-for dim, group in ((64, 3), (80, 4), (96, 7), (128, 4), (256, 8)):
+for dim, group, rule in ((64, 3, plain), (80, 4, plain), (96, 7, ruled), (128, 4, plain), (256, 8, plain)):
     block = triton.next_power_of_2(dim)
     compiled(
         f"attention of prompts, heads of {dim}", triton_prompts._attend_packed,
         "*bf16 *bf16 *bf16 *i32 *i32 *bf16 fp32" + 4 * " i32", triton_prompts.WARPS,
         FIRST=0, GROUP=group, HEAD_DIM=dim, BLOCK_SIZE=16, TILE=triton_attention.tile_tokens(block, 2),
-        ROWS=triton_prompts.rows_of_program(block, 2), DIM=block,
+        ROWS=triton_prompts.rows_of_program(block, 2), DIM=block, **rule,
     )
 compiled(
     "its merge, heads of 128", triton_attention._merge_parts, "*fp32 *fp32 *i64 *bf16", 1,
-    HEAD_DIM=128, NUM_PARTS=32, SPLIT=256, DIM=128,
+    HEAD_DIM=128, NUM_PARTS=32, SPLIT=256, DIM=128, FIRST=0, WINDOW=4096,
 )
 compiled(
     "filters", triton_filters._find_floor, "*bf16 *fp32 *fp32 *i64 *fp32 *fp32 i32 i32", triton_filters.WARPS,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from speculative.gpu.packed_attention import AttendPacked, PackedRows, SendPacked, tables_of
+from speculative.model.config import PLAIN, ScoreRule
 from speculative.state.batch import AttentionRows
 from speculative.state.kv_cache import KVCache, KVShape
 from tests.support.judged_rows import of_wider
@@ -40,7 +41,9 @@ class Scene:
     def __init__(self, heads: tuple[int, int, int], dtype: torch.dtype, first: int = 0) -> None:
         self.heads, self.dtype, self.first = heads, dtype, first
 
-    def attend(self, chunks: dict[int, tuple[int, int]], attend: AttendPacked, spare: int = 0) -> Tensor:
+    def attend(
+        self, chunks: dict[int, tuple[int, int]], attend: AttendPacked, rule: ScoreRule = PLAIN, spare: int = 0
+    ) -> Tensor:
         """Of each named sequence (positions before, rows), with `spare` rows and blocks of nobody in front. The cache
         lies further apart than its heads are wide."""
         num_heads, num_kv_heads, head_dim = self.heads
@@ -54,6 +57,7 @@ class Scene:
             slots = (own[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(-1)[self.first : length]
             random = torch.Generator().manual_seed(name)
             drawn = torch.randn((512, num_heads + 2 * num_kv_heads, head_dim), generator=random).to(self.dtype)
+            drawn[: max(0, before + 1 - (rule.window or length)), num_heads:] = torch.nan
             cache.data[0][:, slots] = drawn[self.first : length, num_heads:].unflatten(1, (2, -1)).transpose(0, 1)
             queries.append(drawn[before:length, :num_heads])
             contexts.append(slots)
@@ -61,22 +65,23 @@ class Scene:
         last = [slots[len(slots) - count :] for slots, (_, count) in zip(contexts, chunks.values(), strict=True)]
         rows = AttentionRows(np.concatenate(last), starts, tuple(contexts))
 
-        def attend_apart(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows) -> Tensor:
-            return attend(query, of_wider(keys), of_wider(values), rows)
+        def attend_apart(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scores: ScoreRule) -> Tensor:
+            return attend(query, of_wider(keys), of_wider(values), rows, scores)
 
         made, sent = SendPacked(BLOCK_SIZE, self.first, attend_apart)(cache, rows, starts)
         assert torch.equal(sent[0], torch.from_numpy(starts))
         assert torch.equal(made.slots, torch.from_numpy(rows.slots))
-        return made.attend_stored(0, torch.cat(queries))
+        return made.attend_stored(0, torch.cat(queries), rule)
 
 
 @needs_triton
 @pytest.mark.parametrize(("heads", "dtype"), list(zip(HEADS, [torch.float32, torch.float16] * 3, strict=True)))
+@pytest.mark.parametrize("rule", [PLAIN, ScoreRule(window=1), ScoreRule(window=65, cap=1.0, scale=0.3)])
 def test_every_row_sees_its_own_past_and_nothing_else(
-    triton: AttendPacked, heads: tuple[int, int, int], dtype: torch.dtype
+    triton: AttendPacked, rule: ScoreRule, heads: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     scene, chunks = Scene(heads, dtype), dict(enumerate(CHUNKS))
-    found, expected = scene.attend(chunks, triton), scene.attend(chunks, attend_packed)
+    found, expected = scene.attend(chunks, triton, rule), scene.attend(chunks, attend_packed, rule)
     assert found.dtype == dtype and not expected.isnan().any()
     assert (found.double() - expected.double()).abs().max() < TOLERANCE[dtype]
 
@@ -95,17 +100,18 @@ def matmul_by_rows(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 @needs_triton
+@pytest.mark.parametrize("rule", [PLAIN, ScoreRule(window=50)])
 def test_neither_neighbours_nor_chunks_nor_places_change_a_bit(
-    triton: AttendPacked, monkeypatch: pytest.MonkeyPatch
+    triton: AttendPacked, monkeypatch: pytest.MonkeyPatch, rule: ScoreRule
 ) -> None:
     monkeypatch.setattr(np, "matmul", matmul_by_rows)
     scene = Scene((6, 2, 64), torch.float16)
-    whole = scene.attend({7: (0, 200)}, triton)
+    whole = scene.attend({7: (0, 200)}, triton, rule)
     for cuts in ((0, 1, 64, 200), (0, 37, 100, 101, 200)):
         parts = []
         for number, (begin, end) in enumerate(pairwise(cuts)):
             others = {1: (number * 50, 90), 2: (3, 1)}
-            found = scene.attend(others | {7: (begin, end - begin)}, triton, spare=number)
+            found = scene.attend(others | {7: (begin, end - begin)}, triton, rule, spare=number)
             parts.append(found[91:])
         assert torch.equal(torch.cat(parts), whole)
 
@@ -114,11 +120,11 @@ def test_neither_neighbours_nor_chunks_nor_places_change_a_bit(
 def test_a_query_of_another_type_or_layout_is_read_as_it_is_meant(triton: AttendPacked) -> None:
     scene, seen = Scene((4, 2, 32), torch.float16), list[Tensor]()
 
-    def strided(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows) -> Tensor:
+    def strided(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scores: ScoreRule) -> Tensor:
         wide = torch.full((*query.shape[:2], 2 * query.shape[2]), torch.nan)
         wide[:, :, ::2] = query
-        seen.append(triton(wide[:, :, ::2], keys, values, rows))
-        return triton(query, keys, values, rows)
+        seen.append(triton(wide[:, :, ::2], keys, values, rows, scores))
+        return triton(query, keys, values, rows, scores)
 
     expected = scene.attend({0: (9, 30)}, strided)
     assert seen[0].dtype == torch.float32

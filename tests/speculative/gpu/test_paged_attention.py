@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from speculative.gpu.paged_attention import SPLIT_TOKENS, AttendPaged, AttentionSizes, PagedRows
+from speculative.model.config import PLAIN, ScoreRule
 from tests.support.judged_rows import of_wider
 from tests.support.long_contexts import error_of
 from tests.support.torch_operators import TorchAttend
@@ -61,8 +62,18 @@ def scene(
     return query, keys, values, PagedRows(slots, visible, blocks, first)
 
 
-def expected_of(query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows) -> Tensor:
-    return TorchAttend(BLOCK_SIZE)(query.float(), keys, values, rows)
+def expected_of(query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, rule: ScoreRule = PLAIN) -> Tensor:
+    return TorchAttend(BLOCK_SIZE)(query.float(), keys, values, rows, rule)
+
+
+def hide_what_nobody_sees(arguments: tuple[Tensor, Tensor, Tensor, PagedRows], window: int) -> None:
+    """Keys and values before all windows of a sequence become NaN."""
+    _, keys, values, rows = arguments
+    for table, visible in zip(rows.blocks, rows.visible.view(len(rows.blocks), -1), strict=True):
+        first = int(visible[visible > 0].min()) - window if visible.any() else 0
+        positions = torch.arange(max(first, 0))
+        places = table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        keys[places] = values[places] = torch.nan
 
 
 @pytest.mark.parametrize(("heads", "dtype"), list(zip(HEADS, DTYPES, strict=True)))
@@ -76,6 +87,33 @@ def test_every_row_sees_its_own_past_and_nothing_else(
     error = (found - expected_of(*arguments))[live].abs().max()
     assert error < TOLERANCE[dtype]
     assert torch.equal(found[~live], torch.zeros_like(found[~live])), "rows that stand for nothing give zeros"
+
+
+@pytest.mark.parametrize("window", [1, 4, BLOCK_SIZE, SPLIT_TOKENS + 1])
+def test_a_row_sees_what_lies_in_its_own_window(
+    attend: AttendPaged, monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
+    """Whatever its neighbours' are, and however many parts there are; nothing else is read."""
+    rule, heads, found = ScoreRule(window=window), (3, 1, 80), []
+    for first, num_parts in ((1, 2), (0, 32)):
+        monkeypatch.setattr("speculative.gpu.paged_attention._MOST_PARTS", num_parts)
+        arguments = scene(heads, CONTEXTS, 5, torch.float32, first)
+        hide_what_nobody_sees(arguments, window)
+        live = arguments[3].visible > first
+        found.append(attend(*arguments, rule))
+        assert (found[-1] - expected_of(*arguments, rule))[live].abs().max() < TOLERANCE[torch.float32]
+    last = [5 * index + count - 1 for index, (_, count) in enumerate(CONTEXTS[:4])]
+    alone = scene(heads, [(before + count - 1, 1) for before, count in CONTEXTS[:4]], 1, torch.float32)
+    alone[0].copy_(arguments[0][last])
+    assert torch.equal(attend(*alone, rule), found[-1][last])
+
+
+@pytest.mark.parametrize(("rule", "lift"), [(ScoreRule(cap=5.0, scale=0.3), 1.0), (ScoreRule(cap=50.0), 1e4)])
+def test_scores_are_capped(attend: AttendPaged, rule: ScoreRule, lift: float) -> None:
+    query, *others = scene((6, 2, 64), CONTEXTS, 5, torch.float32)
+    arguments = (query * lift, *others)
+    live = arguments[3].visible > 0
+    assert (attend(*arguments, rule) - expected_of(*arguments, rule))[live].abs().max() < TOLERANCE[torch.float32]
 
 
 def test_positions_below_the_first_do_not_exist(attend: AttendPaged) -> None:

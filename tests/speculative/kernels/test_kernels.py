@@ -17,6 +17,7 @@ from speculative.kernels import library as kernels_library
 from speculative.kernels.bindings import Kernels
 from speculative.kernels.library import cpu_kernels, find_kernels
 from speculative.model.attention import NativeStep, StepAttention
+from speculative.model.config import PLAIN, ScoreRule
 from speculative.model.cpu.native import Kind, NativeLinear, NativeNorm
 from speculative.model.decoder import Decoder
 from speculative.model.layers import Linear, RMSNorm
@@ -159,7 +160,13 @@ def three_sequences() -> tuple[AttentionRows, int]:
 
 
 def attended(
-    kernels: Kernels, qkv: Tensor, num_heads: int, chunks: list[int], *, dtype: torch.dtype = torch.bfloat16
+    kernels: Kernels,
+    qkv: Tensor,
+    num_heads: int,
+    chunks: list[int],
+    scores: ScoreRule = PLAIN,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """Attention of one sequence [N, num_heads + 4, head_dim] in chunks, over a cache with two heads."""
     num_slots = max(200, len(qkv))
@@ -169,9 +176,7 @@ def attended(
     for chunk in chunks:
         end = begin + chunk
         step = NativeStep(kernels, cache, AttentionRows(slots[begin:end], np.array([0, chunk]), (slots[:end],)))
-        step.shape.num_heads = num_heads
-        query, key, value = qkv[begin:end].split((num_heads, 2, 2), dim=1)
-        parts.append(kernels.attend(step.shape, step.struct, cache.data, 1, (query, key, value)))
+        parts.append(step.attend(1, *qkv[begin:end].split((num_heads, 2, 2), dim=1), scores))
         begin = end
     return torch.cat(parts)
 
@@ -179,17 +184,18 @@ def attended(
 @needs_kernels
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [16, 80])
+@pytest.mark.parametrize("head_dim", [16, 80, 256])
+@pytest.mark.parametrize("rule", [PLAIN, ScoreRule(window=20, cap=2.0), ScoreRule(scale=0.2)])
 @pytest.mark.usefixtures("two_threads")
-def test_attention(head_dim: int, dtype: torch.dtype, num_threads: int) -> None:
+def test_attention(rule: ScoreRule, head_dim: int, dtype: torch.dtype, num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     rows, count = three_sequences()
     ours, theirs = cache_with(200, dtype, head_dim=head_dim), cache_with(200, dtype, head_dim=head_dim)
     qkv = random(count, 10, head_dim)
     query, key, value = qkv[:, :6], qkv[:, 6:8], qkv[:, 8:]
-    found = StepAttention(ours, rows, compiled())(1, query, key, value)
+    found = StepAttention(ours, rows, compiled())(1, query, key, value, rule)
     plain = StepAttention(theirs, rows)
-    expected = plain(1, *(part.to(dtype) for part in (query, key, value)))
+    expected = plain(1, *(part.to(dtype) for part in (query, key, value)), rule)
     assert torch.equal(ours.data, theirs.data), "what is stored"
     torch.testing.assert_close(found, expected.float(), rtol=0, atol=1e-5 if dtype == torch.float32 else 0.03)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from speculative.config import DrafterConfig
-from speculative.model.config import PLAIN, ModelConfig
+from speculative.model.config import ModelConfig
 from speculative.model.loading import load_decoder
 from speculative.request import Request, SamplingParams
 from tests.support.engines import NGRAM, NO_DRAFTS, Answer, answer_all, hand_over, run, tiny_engine
@@ -92,8 +92,6 @@ def test_it_is_of_another_shape_and_a_head_reads_what_enters_its_layers(model: P
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 def test_every_drafter(model: Path, expected: list[tuple[list[int], Tensor]], captured: bool) -> None:
-    if captured and any(kind.scores != PLAIN for kind in ModelConfig.from_folder(model).kinds):
-        pytest.skip("captured attention takes no windows, caps and scales yet")
     for name, drafter in drafters(model).items():
         answers = answer_all(tiny_engine(model, drafter=drafter, cuda_graphs=captured), requests())
         assert_right(answers, expected)

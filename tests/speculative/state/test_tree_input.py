@@ -78,11 +78,12 @@ def test_rows_attend_to_what_is_computed_to_their_ancestors_and_to_themselves(
     rows = build(entries, trees)
     expected = list(places(entries, trees))
     assert rows.positions.tolist() == [position for _, position, _, _ in expected]
-    for found, (own, _, wanted, place) in zip(attended(rows), expected, strict=True):
+    for found, (own, position, wanted, place) in zip(attended(rows), expected, strict=True):
         slots = own.slots(len(own.blocks) * BLOCK_SIZE, BLOCK_SIZE).tolist()
         names = {slot: place for place, slot in enumerate(slots)}
         assert [names[slot] for slot in found] == wanted
         assert names[found[-1]] == place
+        assert len(found) == position + 1, "a window over what a row attends to is one over positions"
 
 
 def some_paths(trees: tuple[DraftTree, ...], seed: int, *, to_leaves: bool) -> list[tuple[int, ...]]:
