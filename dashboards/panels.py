@@ -125,6 +125,30 @@ class Page:
 
 def dashboard_json(page: Page) -> dict[str, Any]:
     """The page as Grafana imports it."""
+    annotations = [
+        {
+            "name": annotation.name,
+            "datasource": _DATASOURCE,
+            "enable": True,
+            "iconColor": annotation.colour,
+            "target": {"refId": "Anno", "expr": annotation.expr, "interval": _STEP},
+            "titleFormat": annotation.name,
+            "textFormat": annotation.text,
+        }
+        for annotation in ANNOTATIONS
+    ]
+    links = {
+        "type": "dashboards",
+        "title": TAG,
+        "tags": [TAG],
+        "asDropdown": True,
+        "includeVars": True,
+        "keepTime": True,
+        "targetBlank": False,
+        "icon": "external link",
+        "tooltip": "The other pages, with the same choices",
+        "url": "",
+    }
     return {
         "uid": f"{TAG}-{page.slug}",
         "title": f"{TAG} / {page.name}",
@@ -136,124 +160,87 @@ def dashboard_json(page: Page) -> dict[str, Any]:
         "refresh": "10s",
         "time": {"from": "now-1h", "to": "now"},
         "timezone": "browser",
-        "links": [_links()],
-        "annotations": {"list": [_annotation(one) for one in ANNOTATIONS]},
-        "templating": {"list": _variables()},
+        "links": [links],
+        "annotations": {"list": annotations},
+        "templating": {"list": _VARIABLES},
         "panels": _placed(page),
     }
 
 
 def _placed(page: Page) -> list[dict[str, Any]]:
+    """All rows and panels, which flow from left to right below the heading of their row."""
     placed: list[dict[str, Any]] = []
     y, number = 0, 1
     for row in page.rows:
+        panels: list[dict[str, Any]] = []
         position = {"x": 0, "y": y, "w": _GRID_COLUMNS, "h": _ROW_HEIGHT}
-        heading: dict[str, Any] = {
-            "id": number,
-            "type": "row",
-            "title": row.title,
-            "collapsed": row.collapsed,
-            "gridPos": position,
-            "panels": [],
-        }
-        placed.append(heading)
-        y += _ROW_HEIGHT
-        panels, below = _flow(row.panels, y, number + 1)
+        heading = {"id": number, "type": "row", "title": row.title, "collapsed": row.collapsed, "gridPos": position}
+        x, at, line_height = 0, y + _ROW_HEIGHT, 0
+        for panel in row.panels:
+            if x + panel.width > _GRID_COLUMNS:
+                x, at, line_height = 0, at + line_height, 0
+            position = {"x": x, "y": at, "w": panel.width, "h": panel.height}
+            panels.append(_panel_json(panel, number + 1 + len(panels)) | {"gridPos": position})
+            x += panel.width
+            line_height = max(line_height, panel.height)
         number += 1 + len(panels)
         if row.collapsed:  # Grafana makes room when somebody opens it
-            heading["panels"] = panels
+            placed.append(heading | {"panels": panels})
+            y += _ROW_HEIGHT
         else:
-            placed += panels
-            y = below
+            placed += [heading | {"panels": []}, *panels]
+            y = at + line_height
     return placed
 
 
-def _flow(panels: tuple[Panel, ...], y: int, number: int) -> tuple[list[dict[str, Any]], int]:
-    """Panels from left to right, from that height on, with ids from that number on; and where they end."""
-    placed: list[dict[str, Any]] = []
-    x = line_height = 0
-    for panel in panels:
-        if x + panel.width > _GRID_COLUMNS:
-            x, y, line_height = 0, y + line_height, 0
-        position = {"x": x, "y": y, "w": panel.width, "h": panel.height}
-        placed.append(_panel_json(panel, number + len(placed)) | {"gridPos": position})
-        x += panel.width
-        line_height = max(line_height, panel.height)
-    return placed, y + line_height
-
-
-def _annotation(annotation: Annotation) -> dict[str, Any]:
-    return {
-        "name": annotation.name,
-        "datasource": _DATASOURCE,
-        "enable": True,
-        "iconColor": annotation.colour,
-        "target": {"refId": "Anno", "expr": annotation.expr, "interval": _STEP},
-        "titleFormat": annotation.name,
-        "textFormat": annotation.text,
-    }
-
-
 def _panel_json(panel: Panel, number: int) -> dict[str, Any]:
-    made: dict[str, Any] = {
+    targets = [
+        {
+            "refId": chr(ord("A") + index),
+            "datasource": _DATASOURCE,
+            "expr": query.expr,
+            "legendFormat": query.legend,
+            "format": "time_series",
+            "instant": query.instant,
+            "range": not query.instant,
+        }
+        for index, query in enumerate(panel.queries)
+    ]
+    steps = [{"value": value, "color": colour} for value, colour in panel.steps]
+    bounds = {"min": panel.minimum, "max": panel.maximum, "decimals": panel.decimals}
+    defaults: dict[str, Any] = {
+        "unit": panel.unit,
+        "color": {"mode": "thresholds" if panel.kind == "stat" else "palette-classic"},
+        "thresholds": {"mode": "absolute", "steps": steps},
+        **{name: value for name, value in bounds.items() if value is not None},
+    }
+    if panel.names:
+        options = {str(value): {"text": name, "index": value} for value, name in enumerate(panel.names)}
+        defaults["mappings"] = [{"type": "value", "options": options}]
+    if panel.kind == "timeseries":
+        defaults["custom"] = {
+            "drawStyle": "line",
+            "lineInterpolation": "stepAfter" if panel.names else "linear",
+            "lineWidth": 1,
+            "fillOpacity": 25 if panel.stacked else 8,
+            "showPoints": "never",
+            "spanNulls": False,
+            "stacking": {"mode": "normal" if panel.stacked else "none", "group": "A"},
+            "scaleDistribution": {"type": "log", "log": 10} if panel.log_scale else {"type": "linear"},
+            "thresholdsStyle": {"mode": "dashed" if len(panel.steps) > 1 else "off"},
+        }
+    elif all(query.sparse for query in panel.queries):
+        defaults["noValue"] = "0"
+    return {
         "id": number,
         "type": panel.kind,
         "title": panel.title,
         "description": panel.description,
         "datasource": _DATASOURCE,
-        "targets": [_target(panel, query, index) for index, query in enumerate(panel.queries)],
-        "fieldConfig": {"defaults": _field_defaults(panel), "overrides": []},
+        "targets": targets,
+        "fieldConfig": {"defaults": defaults, "overrides": []},
         "options": _stat_options(panel) if panel.kind == "stat" else _TIMESERIES_OPTIONS,
-    }
-    return made | ({"interval": panel.interval} if panel.interval else {})
-
-
-def _target(panel: Panel, query: Query, index: int) -> dict[str, Any]:
-    return {
-        "refId": chr(ord("A") + index),
-        "datasource": _DATASOURCE,
-        "expr": query.expr,
-        "legendFormat": query.legend,
-        "format": "time_series",
-        "instant": query.instant,
-        "range": not query.instant,
-    }
-
-
-def _field_defaults(panel: Panel) -> dict[str, Any]:
-    defaults: dict[str, Any] = {
-        "unit": panel.unit,
-        "color": {"mode": "palette-classic" if panel.kind == "timeseries" else "thresholds"},
-        "thresholds": {
-            "mode": "absolute",
-            "steps": [{"value": value, "color": colour} for value, colour in panel.steps],
-        },
-    }
-    for name, value in (("min", panel.minimum), ("max", panel.maximum), ("decimals", panel.decimals)):
-        if value is not None:
-            defaults[name] = value
-    if panel.kind == "stat" and all(query.sparse for query in panel.queries):
-        defaults["noValue"] = "0"
-    if panel.names:
-        options = {str(value): {"text": name, "index": value} for value, name in enumerate(panel.names)}
-        defaults["mappings"] = [{"type": "value", "options": options}]
-    if panel.kind == "timeseries":
-        defaults["custom"] = _line_style(panel)
-    return defaults
-
-
-def _line_style(panel: Panel) -> dict[str, Any]:
-    has_line = any(value is not None for value, _ in panel.steps)
-    return {
-        "drawStyle": "line",
-        "lineInterpolation": "stepAfter" if panel.names else "linear",
-        "lineWidth": 1,
-        "fillOpacity": 25 if panel.stacked else 8,
-        "showPoints": "never",
-        "spanNulls": False,
-        "stacking": {"mode": "normal" if panel.stacked else "none", "group": "A"},
-        "scaleDistribution": {"type": "log", "log": 10} if panel.log_scale else {"type": "linear"},
-        "thresholdsStyle": {"mode": "dashed" if has_line else "off"},
+        **({"interval": panel.interval} if panel.interval else {}),
     }
 
 
@@ -275,49 +262,12 @@ def _stat_options(panel: Panel) -> dict[str, Any]:
     }
 
 
-def _links() -> dict[str, Any]:
-    return {
-        "type": "dashboards",
-        "title": "truespec",
-        "tags": [TAG],
-        "asDropdown": True,
-        "includeVars": True,
-        "keepTime": True,
-        "targetBlank": False,
-        "icon": "external link",
-        "tooltip": "The other pages, with the same choices",
-        "url": "",
-    }
-
-
-def _variables() -> list[dict[str, Any]]:
-    return [
-        {
-            "name": "datasource",
-            "type": "datasource",
-            "label": "Data source",
-            "query": "prometheus",
-            "refresh": 1,
-            "hide": 0,
-        },
-        # The first namespace, so that releases of one model are not mixed unasked; all where nothing sets the label.
-        _label_variable("namespace", "Namespace", "truespec_build_info") | {"includeAll": True, "allValue": ".*"},
-        # One job at a time: a release.
-        _label_variable("job", "Job", 'truespec_build_info{namespace=~"$namespace"}'),
-        _label_variable("model", "Model", f"truespec_build_info{{{_RELEASE}}}", label="model_name", several=True),
-        _label_variable("pool", "Pool", f'truespec_build_info{{{_RELEASE},model_name=~"$model"}}', several=True),
-        _label_variable("replica", "Replica", f"truespec_build_info{{{PAGE.matchers}}}", several=True),
-    ]
-
-
-def _label_variable(
-    name: str, title: str, series: str, *, label: str | None = None, several: bool = False
-) -> dict[str, Any]:
+def _variable(name: str, series: str, *, label: str = "", several: bool = False) -> dict[str, Any]:
     query = f"label_values({series}, {label or name})"
-    made: dict[str, Any] = {
+    return {
         "name": name,
         "type": "query",
-        "label": title,
+        "label": name.capitalize(),
         "datasource": _DATASOURCE,
         "query": {"query": query, "refId": "PrometheusVariableQueryEditor-VariableQuery"},
         "refresh": 2,  # whenever the time range changes
@@ -325,5 +275,19 @@ def _label_variable(
         "hide": 0,
         "multi": several,
         "includeAll": several,
+        **({"allValue": ".*", "current": {"text": "All", "value": "$__all"}} if several else {}),
     }
-    return made | ({"allValue": ".*", "current": {"text": "All", "value": "$__all"}} if several else {})
+
+
+_BUILD = "truespec_build_info"
+_SOURCE = {"name": "datasource", "type": "datasource", "label": "Data source", "query": "prometheus"}
+_VARIABLES = [
+    _SOURCE | {"refresh": 1, "hide": 0},
+    # The first namespace, so that releases of one model are not mixed unasked; all where nothing sets the label.
+    _variable("namespace", _BUILD) | {"includeAll": True, "allValue": ".*"},
+    # One job at a time: a release.
+    _variable("job", f'{_BUILD}{{namespace=~"$namespace"}}'),
+    _variable("model", f"{_BUILD}{{{_RELEASE}}}", label="model_name", several=True),
+    _variable("pool", f'{_BUILD}{{{_RELEASE},model_name=~"$model"}}', several=True),
+    _variable("replica", f"{_BUILD}{{{PAGE.matchers}}}", several=True),
+]
