@@ -3,7 +3,6 @@
 One step schedules, drafts, verifies and commits, and only then the next begins.
 """
 
-import dataclasses
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -14,37 +13,20 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from speculative.config import EngineConfig, why_no_triton
-from speculative.drafting.base import Drafter, NoDrafter
-from speculative.drafting.cpu_loop import FusedDraftLoop
-from speculative.drafting.draft_sampler import DraftSampler
-from speculative.drafting.neural_drafter import DraftModel, ModelDrafter
-from speculative.drafting.tree_drafter import TreeDrafter
-from speculative.drafting.weightless import make_weightless
-from speculative.drafting.weights import Weights, load_weights, longest_sequence
-from speculative.errors import ConfigError, EngineFault, HandoffRefused, InvalidRequest, SequenceTooLong
+from speculative.assembly import Assembly, use_device
+from speculative.config import EngineConfig
+from speculative.drafting.base import Drafter
+from speculative.drafting.neural_drafter import ModelDrafter
+from speculative.drafting.weights import Weights
+from speculative.errors import EngineFault, HandoffRefused, InvalidRequest, SequenceTooLong
 from speculative.model.arithmetic import Arithmetic, arithmetic_of
-from speculative.model.attention import prepare_by
-from speculative.model.config import ModelConfig
-from speculative.model.decoder import Decoder
 from speculative.request import Request, Speculation, Structure, TokenDelta
-from speculative.sampling.logprob_checks import LogprobContract
-from speculative.scheduling.draft_length import make_draft_length
-from speculative.scheduling.scheduler import Scheduler
-from speculative.selfcheck.monitor import SelfCheck
 from speculative.state.batch import Batch, StepOutcome
-from speculative.state.handoff import Blob, ComputedTokenState, Manifest, allocate_blob, decode_state, seal
-from speculative.state.kv_cache import KVCache, KVShape
+from speculative.state.handoff import Blob, ComputedTokenState, allocate_blob, decode_state, seal
 from speculative.state.sequence import Phase, Sequence
 from speculative.state.token_constraint import ConstraintMaker, TokenConstraint
 from speculative.stats import EngineUsage, StepStats
-from speculative.step.checked_sampler import CheckedSampler
-from speculative.step.eager_step import EagerStep
-from speculative.step.executor import StepExecutor
-from speculative.step.kernel_ops import choose_ops
-from speculative.step.prompt_scorer import PromptScorer
 from speculative.step.runner import ModelRunner
-from speculative.step.sampler import Sampler
 
 
 class EngineCore:
@@ -54,133 +36,27 @@ class EngineCore:
     `step`, and leaves finished, aborted, or exported.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        model: ModelConfig,
-        config: EngineConfig,
-        fingerprint: str = "",
-        make_constraint: ConstraintMaker | None = None,
-        draft_model: DraftModel | None = None,
-    ) -> None:
-        self.model = model
-        self.device = next(decoder.parameters()).device
-        use_device(self.device)
-        if self.device.type == "cuda":
-            require_triton(self.device)
-            torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new shape, of prompts above all
-            # Else cuBLAS may add up parts of a product in 16 bits, by the size of the batch.
-            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        self.config = config = self._with_cache_size(config, decoder, draft_model)
-        self.max_model_len = longest_sequence(model, config)
-        self.stats = StepStats()
-        self._make_constraint = make_constraint
-        contract = LogprobContract(config.logprobs_mode, model.vocab_size)
-        length = make_draft_length(config.drafter, self.stats)
-        self.scheduler = Scheduler(config, self.max_model_len, model.eos_token_ids, self.stats, contract, length)
-        self.self_check = SelfCheck(config.self_check_sample_rate)
-        self._prepare = prepare_by(decoder.kernels.model)
-        self.operators = None
-        if self._uses_graphs:  # an engine on a CPU loads nothing of speculative.gpu
-            from speculative.gpu.operators import GraphOperators
+    def __init__(self, parts: Assembly) -> None:
+        self.parts = parts
+        self.model, self.config, self.device = parts.model, parts.config, parts.device
+        self.max_model_len, self.stats, self.cache = parts.max_model_len, parts.stats, parts.cache
+        self.scheduler, self.self_check = parts.scheduler, parts.self_check
+        self.manifest = parts.manifest()
 
-            self.operators = GraphOperators.on(self.device, decoder.kernels)
-        self.ops = choose_ops(decoder.kernels) if self.operators is None else self.operators.vocabulary
-        self.sampler = Sampler(config, self.device, model.eos_token_ids, self.ops)
-        self.checked_sampler = CheckedSampler(config, self.sampler, self.self_check)
-        self.cache = self._make_cache(model.kv_shape)
-        self._make_executor(decoder, draft_model, NoDrafter() if draft_model else make_weightless(config.drafter))
-        self.manifest = Manifest(
-            fingerprint=fingerprint,
-            dtype=config.dtype,
-            num_layers=model.num_layers,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            logprobs_mode=config.logprobs_mode,
-            drafter_state=self.drafter.state_name,
-        )
-
-    def _make_executor(self, decoder: Decoder, draft_model: DraftModel | None, weightless: Drafter) -> None:
-        """Build the steps and their executor, drafting by a model or else by `weightless`; drop all old weights."""
-        neural = None if draft_model is None else self._model_drafter(draft_model)
-        drafter = neural or weightless
-        self.graphs = None
-        runner = ModelRunner(decoder, self.cache, self.device, self._prepare)
-        if self.operators is not None:
-            from speculative.gpu.graph_step import GraphStep
-
-            sampler, longest = self.checked_sampler, self.max_model_len
-            self.graphs = GraphStep(self.config, decoder, self.cache, drafter, sampler, longest, self.operators)
-            runner = self.graphs.runner
-            if self.device.type == "cuda":
-                self.graphs.capture_all()
-        scorer = PromptScorer(self.config.logprobs_mode, self.sampler, self._constraint)
-        self.eager = EagerStep(self.config, runner, drafter, self.checked_sampler, scorer)
-        steps = (self.eager,) if self.graphs is None else (self.graphs, self.eager)
-        self.executor = StepExecutor(steps, self.stats)
+    @classmethod
+    def load(cls, folder: Path, config: EngineConfig, make_constraint: ConstraintMaker | None = None) -> "EngineCore":
+        """Load a checkpoint folder; raises what `Assembly.load` does."""
+        return cls(Assembly.load(folder, config, make_constraint))
 
     @property
     def drafter(self) -> Drafter:
         """Return what makes the drafts of eager steps; captured ones run it, too."""
-        return self.eager.drafter
+        return self.parts.eager.drafter
 
     @property
     def runner(self) -> ModelRunner:
         """The target, with its cache."""
-        return self.eager.runner
-
-    @property
-    def _uses_graphs(self) -> bool:
-        wanted = self.config.cuda_graphs
-        return self.device.type == "cuda" if wanted is None else wanted
-
-    def _with_cache_size(self, config: EngineConfig, decoder: Decoder, draft_model: DraftModel | None) -> EngineConfig:
-        if self.device.type == "cpu" or config.kv_cache_tokens is not None:
-            return config.on_cpu()
-        from speculative.gpu.memory import tokens_that_fit
-
-        return dataclasses.replace(config, kv_cache_tokens=tokens_that_fit(config, decoder, draft_model))
-
-    def _make_cache(self, shape: KVShape) -> KVCache:
-        num_blocks = self.config.num_blocks + self._uses_graphs  # the last one is for rows that stand for nothing
-        num_slots = num_blocks * self.config.block_size
-        return KVCache(shape, num_slots, dtype=getattr(torch, self.config.dtype), device=self.device)
-
-    def _model_drafter(self, model: DraftModel) -> ModelDrafter:
-        config = self.config
-        sampler = DraftSampler(
-            model.ids,
-            self.model.vocab_size,
-            self.ops,
-            sampled=config.drafter.sampled,
-            all_coupled=config.verifier == "coupled",
-        )
-        self.scheduler.drafter_reads_features = bool(model.capture)
-        self.scheduler.draft_length.restart(model.held_out_rates)
-        cache = self._make_cache(model.kv_shape)
-        parts = (model, cache, self.scheduler.pool, sampler, config.block_size, self._prepare)
-        if config.drafter.tree:
-            return TreeDrafter(*parts, widths=config.drafter.widths)
-        drafter = ModelDrafter(*parts)
-        if model.fused and config.drafter.sampled:
-            drafter.draft_loop = FusedDraftLoop(model.fused, sampler, cache, config.block_size)
-        return drafter
-
-    @classmethod
-    def load(cls, folder: Path, config: EngineConfig, make_constraint: ConstraintMaker | None = None) -> "EngineCore":
-        """Load a checkpoint folder and set the process's CPU threads to the engine's share.
-
-        Raises:
-            ConfigError: the settings do not fit the model or the machine.
-            UnsupportedModel: the checkpoint needs what this engine does not do.
-        """
-        torch.set_num_threads(config.num_threads)
-        model = ModelConfig.from_folder(folder)
-        device = resolve_device(config.device)
-        require_triton(device)  # before minutes of loading
-        weights = load_weights(folder, config, device)
-        return cls(weights.decoder, model, config, weights.fingerprint, make_constraint, weights.draft_model)
+        return self.parts.eager.runner
 
     # -- requests come and go -----------------------------------------------------------------------------------
 
@@ -199,7 +75,7 @@ class EngineCore:
         """
         tokens = (*request.prompt_token_ids, *emitted)
         self.check(request, tokens)
-        constraint = self._constraint(request)
+        constraint = self.parts.constraint_of(request)
         self._admit(Sequence(request, prefill_only_after=prefill_only_after, tokens=tokens, constraint=constraint))
 
     def insert(self, request: Request, blob: Blob) -> None:
@@ -218,7 +94,7 @@ class EngineCore:
             request,
             tokens=state.token_ids,
             imported_kv={"kv": state.kv},
-            constraint=self._constraint(request),
+            constraint=self.parts.constraint_of(request),
             num_cached=state.num_cached,
         )
         sequence.imported_kv = {"kv": state.kv, **self.drafter.check_state(sequence, state.extra)}
@@ -264,9 +140,7 @@ class EngineCore:
         Raises:
             InvalidRequest: the structure makes no sense, or this engine was started without the means.
         """
-        if self._make_constraint is None:
-            raise InvalidRequest("response_format", "This engine was started without support for structured output.")
-        return self._make_constraint(structure)
+        return self.parts.make_constraint(structure)
 
     def check(self, request: Request, tokens: Tokens[int]) -> None:
         """Refuse a request that has these tokens by now. Any thread may ask.
@@ -334,12 +208,8 @@ class EngineCore:
         """
         use_device(self.device)
         self.scheduler.reset()
-        weightless = self.drafter if weights.draft_model is None else NoDrafter()
-        del self.graphs, self.eager, self.executor  # frees the old graphs and the old drafter's cache
-        self._make_executor(weights.decoder, weights.draft_model, weightless)
-        self.manifest = dataclasses.replace(  # last: nothing says that it is of the new weights before it is
-            self.manifest, fingerprint=weights.fingerprint, drafter_state=self.drafter.state_name
-        )
+        self.parts.change_weights(weights)
+        self.manifest = self.parts.manifest()
         self.scheduler.weight_version = version
 
     @property
@@ -372,7 +242,7 @@ class EngineCore:
         self._restore(batch.admitted)
         if not batch.entries:
             return []
-        outcome = self.executor.run(batch)
+        outcome = self.parts.executor.run(batch)
         deltas = self.scheduler.commit(batch, outcome)
         self._record(batch, outcome, deltas)
         return deltas
@@ -430,55 +300,6 @@ class EngineCore:
 
     def _slots(self, sequence: Sequence, start: int, stop: int) -> Tensor:
         return torch.from_numpy(sequence.slots(stop, self.config.block_size)[start:]).to(self.device)
-
-    def _constraint(self, request: Request) -> TokenConstraint | None:
-        structure = request.params.structure
-        return None if structure is None else self.make_constraint(structure)
-
-
-def use_device(device: torch.device) -> None:
-    """Have this thread launch kernels on a GPU of its own. Each thread has its own current device, at first GPU 0, and
-    Triton's launches go there whatever the device of their tensors."""
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
-
-
-def resolve_device(name: str) -> torch.device:
-    """The device a setting means; `auto` takes a GPU when this process sees one. Whoever shares GPUs out, as a server
-    does among its replicas, names the device.
-
-    Raises:
-        ConfigError: there is no such device here.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device {name!r} is not known; use auto, cpu, cuda or cuda:N.") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"device {name!r}: torch {torch.__version__} can use no CUDA device here; use cpu (for a replica, num_gpus "
-            "of its pool set to 0), or install a CUDA build of torch and the driver."
-        )
-    if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
-        raise ConfigError(
-            f"device {name!r}: this process sees {torch.cuda.device_count()} CUDA devices, counted from 0; use cuda."
-        )
-    return device
-
-
-def require_triton(device: torch.device) -> None:
-    """Refuse a GPU whose kernels cannot be compiled here.
-
-    Raises:
-        ConfigError: why, and what to do.
-    """
-    if device.type == "cuda" and (why := why_no_triton()):
-        raise ConfigError(
-            f"device {str(device)!r}: an engine computes on a GPU with Triton's kernels, of which there are none here: "
-            f"{why}, or set device to cpu (for a replica, num_gpus of its pool to 0)."
-        )
 
 
 @contextmanager

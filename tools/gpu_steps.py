@@ -27,6 +27,7 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 from serve_app.versions import version_of
+from speculative.assembly import Assembly
 from speculative.config import KINDS_WITH_WEIGHTS, DrafterConfig, EngineConfig
 from speculative.drafting.head_drafters import Eagle3DraftModel
 from speculative.engine import EngineCore
@@ -122,7 +123,7 @@ def start(decoder: Decoder, load: Load) -> EngineCore:
         kv_cache_tokens=max(load.streams * 2048, 8192) if on_gpu else 4096,
         prefix_caching=False,
     )
-    engine = EngineCore(decoder, model, config, draft_model=head)
+    engine = EngineCore(Assembly(decoder, model, config, draft_model=head))
     longest = min(800, model.max_position_embeddings - load.context - 8)
     params = SamplingParams(max_tokens=longest, ignore_eos=True, **load.params)
     random = torch.Generator().manual_seed(0)

@@ -107,7 +107,7 @@ def _is_well(backend: Backend) -> bool:
 
 
 def _backend(options: ReplayerOptions) -> Backend:
-    from speculative.engine import resolve_device  # imports torch, not before it is needed
+    from speculative.assembly import resolve_device  # imports torch, not before it is needed
 
     own = ModelConfig.from_folder(options.folder).max_position_embeddings
     gpu = resolve_device(options.device).type == "cuda"

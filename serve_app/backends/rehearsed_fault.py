@@ -23,7 +23,7 @@ def load_rehearsing(folder: Path, config: EngineConfig) -> EngineCore:
     for these requests as is configured, whether it pays or not, and nothing is learned of them.
     """
     engine = load_engine(folder, config)
-    report, length = engine.sampler.report, engine.scheduler.draft_length
+    report, length = engine.parts.sampler.report, engine.scheduler.draft_length
     choose, observe = length.choose, length.observe
 
     def reporting(step_input: Any, sampled: SampledStep, **options: Any) -> Any:
@@ -39,7 +39,7 @@ def load_rehearsing(folder: Path, config: EngineConfig) -> EngineCore:
         if not any(entry.sequence.request.rehearsal for entry in entries):
             observe(entries, *args, **options)
 
-    engine.sampler.report = reporting  # type: ignore[method-assign]
+    engine.parts.sampler.report = reporting  # type: ignore[method-assign]
     length.choose, length.observe = choosing, observing  # type: ignore[method-assign]
     return engine
 
@@ -50,4 +50,4 @@ def _unverified(engine: EngineCore, sampled: SampledStep, chosen: list[bool]) ->
     faulty = torch.tensor(chosen, device=given.counts.device) & (given.counts > 0) & (verified.num_accepted == 0)
     tokens = torch.where(faulty, given.drafts[given.first_rows], verified.token_ids)
     verified = replace(verified, token_ids=tokens)
-    return replace(sampled, verified=verified, token_ids=engine.sampler.ops.emitted_at_rows(verified, given))
+    return replace(sampled, verified=verified, token_ids=engine.parts.sampler.ops.emitted_at_rows(verified, given))

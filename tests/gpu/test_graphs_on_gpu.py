@@ -145,16 +145,16 @@ def test_all_rounds_find_their_graphs_captured_and_the_memory_estimate_holds(
     engine = gpu_engine(gpu_folder, drafter=drafter("draft_model", gpu_folder))
     torch.cuda.empty_cache()
     sizes = AttentionSizes(16, 4, -(-engine.max_model_len // 16))
-    assert engine.graphs is not None and isinstance(engine.drafter, ModelDrafter)
+    assert engine.parts.graphs is not None and isinstance(engine.drafter, ModelDrafter)
     prompts = prompt_sizes(engine.config.max_batched_tokens)
-    estimate = graph_bytes(decoder_of(engine), engine.graphs.buckets, sizes, engine.drafter.model, prompts)
+    estimate = graph_bytes(decoder_of(engine), engine.parts.graphs.buckets, sizes, engine.drafter.model, prompts)
     # Libraries keep workspaces of their own, and the allocator's segments are not full.
     assert torch.cuda.memory_reserved() - reserved < estimate + (256 << 20)
-    assert engine.graphs is not None
-    captured = engine.graphs.capturer.num_captured
+    assert engine.parts.graphs is not None
+    captured = engine.parts.graphs.capturer.num_captured
     assert captured > 0
     answers(engine, [SamplingParams(max_tokens=23, ignore_eos=True, temperature=0)] * 8 + FILTERED)
-    assert engine.graphs.capturer.num_captured == captured
+    assert engine.parts.graphs.capturer.num_captured == captured
 
 
 def test_sampled_tokens_follow_the_distribution_on_the_gpu(

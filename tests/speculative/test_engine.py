@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from speculative.assembly import use_device
 from speculative.config import DrafterConfig
-from speculative.engine import EngineCore, use_device
+from speculative.engine import EngineCore
 from speculative.errors import InvalidRequest
 from speculative.request import FinishReason, Request, SamplingParams, TokenKind
 from tests.support.engines import (
@@ -390,7 +391,7 @@ def test_an_abort_frees_everything_whatever_the_phase(tiny_folder: Path) -> None
 
 def poison(engine: EngineCore, victim: str, value: float) -> None:
     """Spoil one logit of every verify row of one request."""
-    healthy = engine.sampler.sample
+    healthy = engine.parts.sampler.sample
 
     def sample_spoiled(step_input: Any, logits: Tensor, *rest: Any) -> Any:
         names = [step_input.sampled_entries[entry].sequence.request.request_id for entry in step_input.verify_entries]
@@ -398,7 +399,7 @@ def poison(engine: EngineCore, victim: str, value: float) -> None:
         spoiled[[name == victim for name in names], 7] = value
         return healthy(step_input, spoiled, *rest)
 
-    engine.sampler.sample = sample_spoiled  # type: ignore[method-assign]
+    engine.parts.sampler.sample = sample_spoiled  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=["NaN", "inf"])

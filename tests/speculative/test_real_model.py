@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from speculative.assembly import Assembly
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.engine import EngineCore
 from speculative.model.catalogue import fetch_model
@@ -56,7 +57,7 @@ class RealModel:
 
     def engine(self, *, drafts: bool) -> EngineCore:
         drafter = DrafterConfig(kind="ngram" if drafts else "none")
-        return EngineCore(self.decoder, self.config, replace(CONFIG, drafter=drafter))
+        return EngineCore(Assembly(self.decoder, self.config, replace(CONFIG, drafter=drafter)))
 
     @torch.inference_mode()
     def reference_logits(self, token_ids: Sequence[int]) -> Tensor:

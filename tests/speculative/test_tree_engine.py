@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from serve_app.text.grammar import StructureCompiler
 from serve_app.text.tokenizer import Tokenizer
+from speculative.assembly import Assembly
 from speculative.config import DrafterConfig
 from speculative.drafting.head_drafters import Eagle3DraftModel
 from speculative.drafting.neural_drafter import ModelDrafter
@@ -405,7 +406,7 @@ def test_texts_follow_the_chain_and_the_self_checks_are_quiet() -> None:
     sizes = {"max_num_seqs": 128, "max_batched_tokens": 4096, "kv_cache_tokens": 8192, "prefix_caching": False}
     drafter = DrafterConfig(kind="eagle3", model="random", num_draft_tokens=3, tree=(3, 2))
     config = settings(drafter=drafter, verifier="coupled", self_check_sample_rate=1.0, **sizes)
-    engine = EngineCore(decoder, decoder.config, config, "markov", None, Eagle3DraftModel(head, "random"))
+    engine = EngineCore(Assembly(decoder, decoder.config, config, "markov", None, Eagle3DraftModel(head, "random")))
     samples = sample(engine, (3, 3), 1500, 5)
     assert worst_window(samples, distribution.double().numpy(), 3) < 5.0
     stats = engine.take_stats()

@@ -180,7 +180,7 @@ def test_a_teacher_forced_request_under_way_is_scored_by_one_set_of_weights(old:
     torch.testing.assert_close(reported, expected[range(len(reported)), (PROMPT * 3)[1:]], atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("step", ["_model_drafter", "_make_executor"])
+@pytest.mark.parametrize("step", ["_model_drafter", "_make_steps"])
 def test_an_engine_whose_switch_fails_does_not_say_that_it_has_the_new_weights(
     old: Path, new: Path, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,7 +190,7 @@ def test_an_engine_whose_switch_fails_does_not_say_that_it_has_the_new_weights(
     drafter = DrafterConfig(kind="draft_model", model=str(old), num_draft_tokens=3)
     prefill, decode = EngineCore.load(new, config(drafter)), EngineCore.load(old, config(drafter))
     manifest = decode.manifest
-    monkeypatch.setattr(decode, step, fails)
+    monkeypatch.setattr(decode.parts, step, fails)
     with pytest.raises(torch.OutOfMemoryError):
         updated(decode, new)
     assert (decode.manifest, decode.weight_version) == (manifest, "default")
@@ -205,7 +205,7 @@ def test_self_checks_go_on_through_updates_and_so_does_the_breakers_word() -> No
     name = "F7 drafts cut short by the token that was sampled"
     engine, found = table_engine(1024), 0
     MUTANTS[name].install(engine)
-    requests, runner = sampling(1024, PLAIN), engine.eager.runner
+    requests, runner = sampling(1024, PLAIN), engine.parts.eager.runner
     for num_emitted in range(0, 8000, 500):
         while engine.stats.num_emitted < num_emitted + 500:
             engine.add(next(requests))
@@ -213,7 +213,7 @@ def test_self_checks_go_on_through_updates_and_so_does_the_breakers_word() -> No
         found = found or sum(engine.stats.alarms.values())
         engine.set_speculation(Speculation.OFF if found else Speculation.ON)
         engine.switch(Weights(runner.decoder, "", None), f"v{num_emitted}")
-        engine.eager.runner = runner
+        engine.parts.eager.runner = runner
     assert found
     assert engine.scheduler.speculation is Speculation.OFF, "an update switched speculation on"
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from speculative.assembly import Assembly
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.weightless import LookupDrafter
 from speculative.engine import EngineCore
@@ -56,7 +57,7 @@ def encode_state(state: ComputedTokenState, manifest: Manifest) -> Blob:
 
 def markov_engine(next_token: Tensor | Sequence[int], *, eos: tuple[int, ...] = (), **changes: Any) -> EngineCore:
     decoder = markov_decoder(next_token, eos=eos)
-    return EngineCore(decoder, decoder.config, settings(**changes))
+    return EngineCore(Assembly(decoder, decoder.config, settings(**changes)))
 
 
 def markov_decoder(next_token: Tensor | Sequence[int], *, eos: tuple[int, ...] = (), num_layers: int = 1) -> Decoder:

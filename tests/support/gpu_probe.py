@@ -34,7 +34,7 @@ class GpuProbe:
         from serve_app.backends.torch_backend import TorchBackend
         from serve_app.config.files import parse_args
         from serve_app.deployments.engine_host import make_backend
-        from speculative.engine import resolve_device
+        from speculative.assembly import resolve_device
         from speculative.errors import ConfigError
 
         backend = make_backend(parse_args(args), "monolith")

@@ -41,7 +41,7 @@ class World:
         settings = {"dtype": "float32", "device": "cpu", "kv_cache_tokens": 4096, "prefix_caching": False}
         settings["drafter"] = DrafterConfig.of(kind="ngram", num_draft_tokens=4, ngram_min=1)  # type: ignore[assignment]
         engine = EngineCore.load(self.folder, EngineConfig(**{**settings, **config}))  # type: ignore[arg-type]
-        engine.eager.drafter = proposer or engine.drafter
+        engine.parts.eager.drafter = proposer or engine.drafter
         if faulty:
             self.install(engine)
         return engine

@@ -16,6 +16,7 @@ from serve_app.config.files import parse_args
 from serve_app.referee.book.transformers_model import TransformersModel
 from serve_app.referee.judge.tolerance import ServiceTolerances, Tolerance
 from serve_app.text.tokenizer import Tokenizer
+from speculative.assembly import Assembly
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.engine import EngineCore
 from speculative.model.config import ModelConfig
@@ -128,14 +129,14 @@ class RealLogits:
             block_size=1,  # so that of a prompt that is known but for its last token only that is computed
             drafter=DrafterConfig(kind="none"),
         )
-        engine = EngineCore(decoder, ModelConfig.from_folder(self._folder), config)
+        engine = EngineCore(Assembly(decoder, ModelConfig.from_folder(self._folder), config))
         return torch.cat([_predicting(engine, text, singly=form.singly) for text in self._texts])
 
 
 def _predicting(engine: EngineCore, text: Sequence[int], *, singly: bool) -> Tensor:
     """[n, V] that predict the text's tokens from `_BEFORE` on."""
     rows: list[Tensor] = []
-    runner = engine.eager.runner
+    runner = engine.parts.eager.runner
     compute = type(runner).logits
 
     def keep(hidden: Tensor) -> Tensor:

@@ -58,7 +58,9 @@ class Twins:
         engine = tiny_engine(target)
         engine.drafter.capture = capture
         operators = torch_operators(decoder.kernels)
-        self.graphs = GraphStep(config, decoder, self.cache, engine.drafter, engine.sampler, max_model_len, operators)
+        self.graphs = GraphStep(
+            config, decoder, self.cache, engine.drafter, engine.parts.sampler, max_model_len, operators
+        )
 
     def assert_same_cache(self, step_input: StepInput) -> None:
         """The same was written where the step's rows go, and nothing elsewhere."""

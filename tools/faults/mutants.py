@@ -141,8 +141,8 @@ def _change_distribution(engine: EngineCore, change: Callable[[Tensor], Tensor])
 
 def _change_step(engine: EngineCore, change: Callable[[VerifyInput], VerifyInput]) -> None:
     """Have the verifier see something else than the rest of the step."""
-    original = engine.sampler.verify
-    engine.sampler.verify = lambda step: original(change(step))
+    original = engine.parts.sampler.verify
+    engine.parts.sampler.verify = lambda step: original(change(step))
 
 
 def _zero_imported(engine: EngineCore, name: str, places: Any) -> None:
@@ -454,7 +454,7 @@ def _argmax_match(engine: EngineCore) -> None:
         rows = step.first_rows + accepted
         return VerifyOutput(accepted, draw(step.probs[rows], step.sample_uniforms[rows]), accepted.float())
 
-    engine.sampler.verify = verify
+    engine.parts.sampler.verify = verify
 
 
 @mutant("F8 the residual is drawn from p")
@@ -464,7 +464,7 @@ def _residual_from_p(engine: EngineCore) -> None:
         rows = step.first_rows + output.num_accepted
         return replace(output, token_ids=draw(step.probs[rows], step.sample_uniforms[rows]))
 
-    engine.sampler.verify = verify
+    engine.parts.sampler.verify = verify
 
 
 @mutant("F12 the first draft is committed unverified")
@@ -474,7 +474,7 @@ def _first_draft_unverified(engine: EngineCore) -> None:
         first = (step.judged & (step.offsets == 0))[:, None]
         return verify_token_wise(replace(step, probs=torch.where(first, surely, step.probs), draft_probs=PointMass()))
 
-    engine.sampler.verify = verify
+    engine.parts.sampler.verify = verify
 
 
 @mutant("F12 the token after an accepted run is dropped")
@@ -636,9 +636,9 @@ def _patch_module(engine: EngineCore, module: Any, name: str, call: Callable[...
 def _change_ops(engine: EngineCore, name: str, call: Callable[..., Any]) -> None:
     """Have another function called for an operation of the target's rows, with the operation before the arguments; the
     drafter keeps its own."""
-    ops: Any = copy.copy(engine.sampler.ops)
+    ops: Any = copy.copy(engine.parts.sampler.ops)
     _wrap(ops, name, call)
-    engine.sampler.ops = ops
+    engine.parts.sampler.ops = ops
 
 
 @mutant("F9 sampling parameters skipped on drafted positions", "requests")
@@ -947,7 +947,7 @@ def _prompt_ids_of_other_tokens(engine: EngineCore) -> None:
         logprobs, replayed = score(entry, row_start, hidden, *parts)
         return tuple(_renamed(one, engine.model.vocab_size) for one in logprobs), replayed
 
-    _wrap(engine.eager.scorer, "score", scoring)
+    _wrap(engine.parts.eager.scorer, "score", scoring)
 
 
 @mutant("F10 logits modified in place", "requests")
@@ -965,7 +965,7 @@ def _prompt_logprobs_at_chunk_borders(engine: EngineCore) -> None:
         later_chunk = entry.sequence.num_computed > 0
         return score(entry, row_start, hidden.roll(1, 0) if later_chunk else hidden, *parts)
 
-    _wrap(engine.eager.scorer, "score", scoring)
+    _wrap(engine.parts.eager.scorer, "score", scoring)
 
 
 @mutant("F16 a row of NaN becomes a token", "requests")

@@ -143,11 +143,11 @@ def unguard(engine: EngineCore) -> None:
     """
     engine.scheduler._contract = None
     engine.scheduler._breach = lambda sequence, delta, length: None  # type: ignore[method-assign]
-    engine.checked_sampler.check_on_host = lambda step_input, results, masks: results  # type: ignore[method-assign]
-    engine.checked_sampler.check_rounds = (  # type: ignore[method-assign]
+    engine.parts.checked_sampler.check_on_host = lambda step_input, results, masks: results  # type: ignore[method-assign]
+    engine.parts.checked_sampler.check_rounds = (  # type: ignore[method-assign]
         lambda step_input, rows, verdicts, results, terms, counted: (replace(terms, rows=None), results)
     )
-    ops: Any = copy.copy(engine.sampler.ops)
+    ops: Any = copy.copy(engine.parts.sampler.ops)
     original = ops.broken_rows
 
     def only_of_q(*args: Any) -> Any:
@@ -155,7 +155,7 @@ def unguard(engine: EngineCore) -> None:
         return torch.where((broken == _DISTRIBUTION) | (broken == _Q_ZERO), broken, 0)
 
     ops.broken_rows = only_of_q
-    engine.sampler.ops = ops
+    engine.parts.sampler.ops = ops
 
 
 NGRAM = DrafterConfig.of(kind="ngram", num_draft_tokens=3, ngram_max=3, ngram_min=1)

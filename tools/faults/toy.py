@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from speculative.assembly import Assembly
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.base import Drafter, DraftOutput
 from speculative.drafting.draft_model import DecoderDraftModel
@@ -164,9 +165,9 @@ def engine_over(
     settings = {"max_num_seqs": 256, "max_batched_tokens": 4096, "kv_cache_tokens": 32768, "prefix_caching": False}
     weights = tiny_weights(table.shape[0], seed=seed)
     engine = _engine(weights, {**settings, **changes}, num_drafts)
-    engine.eager.runner = TableRunner(weights.decoder, engine, table.float())
+    engine.parts.eager.runner = TableRunner(weights.decoder, engine, table.float())
     if drafter is not None:
-        engine.eager.drafter = drafter
+        engine.parts.eager.drafter = drafter
     return engine
 
 
@@ -235,10 +236,11 @@ def _engine(weights: Weights, settings: dict[str, Any], num_drafts: int = NUM_DR
     model = weights.decoder.config
     drafter = DrafterConfig.of(kind="ngram", num_draft_tokens=num_drafts, ngram_max=3, ngram_min=1)
     fixed = {"dtype": "float32", "device": "cpu", "drafter": drafter}
-    return EngineCore(
+    parts = Assembly(
         weights.decoder,
         model,
         EngineConfig(**{**fixed, **settings}),
         make_constraint=lambda _: EvenAndOdd(model.vocab_size),
         draft_model=weights.draft_model,
     )
+    return EngineCore(parts)

@@ -127,7 +127,7 @@ async def test_a_switch_that_fails_ends_the_engine(
     def fails(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(backend._live_engine(), "_make_executor", fails)
+    monkeypatch.setattr(backend._live_engine().parts, "_make_steps", fails)
     await backend.load_weights(str(folders[1]))
     running = await Running(backend).begun()
     await backend.pause(PauseMode.KEEP if frozen else PauseMode.WAIT)

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from serve_app.backends.base import SHIPPED_HEADS
+from speculative.assembly import Assembly
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.head_drafters import Eagle3DraftModel
 from speculative.engine import EngineCore
@@ -48,12 +49,12 @@ class Served:
 
     def engine(self, *, drafts: bool = True) -> EngineCore:
         if not drafts:
-            return EngineCore(self.decoder, self.config, replace(CONFIG, drafter=DrafterConfig(kind="none")))
+            return EngineCore(Assembly(self.decoder, self.config, replace(CONFIG, drafter=DrafterConfig(kind="none"))))
         head = Eagle3DraftModel.load(
             resolve_model(HEAD, SHIPPED_HEADS), self.decoder, dtype=torch.float32, device="cpu"
         )
         drafter = DrafterConfig(kind="eagle3", model=HEAD, num_draft_tokens=3)
-        return EngineCore(self.decoder, self.config, replace(CONFIG, drafter=drafter), draft_model=head)
+        return EngineCore(Assembly(self.decoder, self.config, replace(CONFIG, drafter=drafter), draft_model=head))
 
     def chat(self, text: str) -> tuple[int, ...]:
         rendered = self.tokenizer.apply_chat_template(

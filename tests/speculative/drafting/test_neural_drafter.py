@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from speculative.assembly import Assembly
 from speculative.config import DrafterConfig
 from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.engine import EngineCore
@@ -96,7 +97,7 @@ def echo_engine(folder: Path, ids: Tensor | None = None, **changes: Any) -> Engi
     config = settings(drafter=DrafterConfig(num_draft_tokens=NUM_DRAFTS), **changes)
     model = EchoModel(decoder.embedding.detach(), ids)
     with captured_on_a_cpu():
-        return EngineCore(decoder, ModelConfig.from_folder(folder), config, "tiny", None, model)
+        return EngineCore(Assembly(decoder, ModelConfig.from_folder(folder), config, "tiny", None, model))
 
 
 def same_model_engine(folder: Path, **changes: Any) -> EngineCore:
@@ -212,8 +213,8 @@ def test_features_that_were_overwritten_are_never_read(target: Path) -> None:
     engine.add(requests(SAMPLED)[3])
     for _ in range(4):
         engine.step()
-    assert engine.graphs is not None
-    engine.graphs.buffers.features.version += 1
+    assert engine.parts.graphs is not None
+    engine.parts.graphs.buffers.features.version += 1
     with pytest.raises(RuntimeError, match="overwritten"):
         engine.step()
 
@@ -375,8 +376,8 @@ def test_a_last_token_that_equals_its_rejected_draft_is_computed_again(target: P
 
     plain = texts(tiny_engine(target, drafter=NO_DRAFTS), requests(GREEDY))
     engine = same_model_engine(target)
-    engine.sampler.verify, engine.self_check = reject, SelfCheck(0.0)
-    engine.checked_sampler.self_check = engine.self_check  # else the engine's own checks end the requests
+    engine.parts.sampler.verify, engine.self_check = reject, SelfCheck(0.0)
+    engine.parts.checked_sampler.self_check = engine.self_check  # else the engine's own checks end the requests
     assert texts(engine, requests(GREEDY)) == plain
     stats = engine.take_stats()
     assert stats.num_drafted > 0 and stats.num_accepted == 0

@@ -102,7 +102,7 @@ def test_a_layer_keeps_to_its_budget(tmp_path: Path, weights: dict[str, Any], bu
 @pytest.mark.parametrize("name", VERIFY_NODES)
 def test_verification_keeps_to_its_budget(target: Path, drafters: dict[str, DrafterConfig], name: str) -> None:
     with PretendedCuda(count_launches=True) as device:
-        graphs = tiny_engine(target, device="cuda", max_num_seqs=4, drafter=drafters[name]).graphs
+        graphs = tiny_engine(target, device="cuda", max_num_seqs=4, drafter=drafters[name]).parts.graphs
         assert graphs is not None
         graphs.judge._captured.clear()
         graphs.judge.prepare(graphs.buckets.largest)
@@ -115,7 +115,7 @@ def test_a_draft_keeps_to_its_budget(
 ) -> None:
     """Besides the layers of the model that drafts: what enters them, its norms, its LM head, and sampling."""
     with PretendedCuda(count_launches=True) as device:
-        graphs = tiny_engine(target, device="cuda", max_num_seqs=4, drafter=drafters[name]).graphs
+        graphs = tiny_engine(target, device="cuda", max_num_seqs=4, drafter=drafters[name]).parts.graphs
         assert graphs is not None and graphs.loop is not None
         nodes = []
         for num_drafts in (1, 2):

@@ -53,8 +53,8 @@ def test_every_bucket_gives_what_the_plain_path_gives_at_any_fill(target: Path) 
 @torch.inference_mode()
 def poison(engine: EngineCore) -> None:
     """NaN wherever a step may not look: the statics, the trash blocks, and blocks that nobody holds."""
-    assert engine.graphs is not None
-    buffers = engine.graphs.buffers
+    assert engine.parts.graphs is not None
+    buffers = engine.parts.graphs.buffers
     for tensor in (buffers.hidden, buffers.draft_hidden, buffers.drafts.probs, buffers.drafts.mass_before):
         tensor.fill_(torch.nan)
     unread = torch.ones(len(buffers.features.rows), dtype=torch.bool)
@@ -80,10 +80,10 @@ def test_graphs_emit_what_the_plain_path_emits(
     plain_engine = tiny_engine(target, **checked)
     expected = answers(plain_engine, PLAIN)
     graphed = tiny_engine(target, **checked, cuda_graphs=True)
-    assert graphed.graphs is not None
-    replayed, eager = Mock(wraps=graphed.graphs.verify), Mock(wraps=graphed.eager.verify)
-    monkeypatch.setattr(graphed.graphs, "verify", replayed)
-    monkeypatch.setattr(graphed.eager, "verify", eager)
+    assert graphed.parts.graphs is not None
+    replayed, eager = Mock(wraps=graphed.parts.graphs.verify), Mock(wraps=graphed.parts.eager.verify)
+    monkeypatch.setattr(graphed.parts.graphs, "verify", replayed)
+    monkeypatch.setattr(graphed.parts.eager, "verify", eager)
     assert_same(answers(graphed, PLAIN, before_step=poison), expected)
     assert replayed.call_count > 5 and eager.call_count <= 6, "decoding is replayed, prefills are not"
     own, other = graphed.take_stats(), plain_engine.take_stats()
@@ -106,13 +106,13 @@ def test_requests_that_no_graph_can_hold_are_served_all_the_same(
     assert isinstance(graphed.drafter, ModelDrafter)
     graphed.drafter.draft_loop = loop = Mock(wraps=graphed.drafter.draft_loop)
     eager: list[bool] = []
-    takes = graphed.eager.takes
+    takes = graphed.parts.eager.takes
 
     def watched(entries: tuple[Entry, ...]) -> list[bool]:
         eager.append(any(entry.num_known == 1 for entry in entries))
         return takes(entries)
 
-    monkeypatch.setattr(graphed.eager, "takes", watched)
+    monkeypatch.setattr(graphed.parts.eager, "takes", watched)
     assert_same(answers(graphed, [*MIXED, *EDITED[:4]], before_step=poison), expected)
     assert loop.call_count > 5 and any(eager)
 
@@ -159,7 +159,7 @@ def test_a_row_that_is_no_number_ends_its_request_and_no_other(target: Path) -> 
 def test_padding_alone_can_be_judged_in_every_bucket(
     target: Path, drafters: dict[str, DrafterConfig], name: str
 ) -> None:
-    graphs = tiny_engine(target, drafter=drafters[name], cuda_graphs=True, max_num_seqs=5).graphs
+    graphs = tiny_engine(target, drafter=drafters[name], cuda_graphs=True, max_num_seqs=5).parts.graphs
     assert graphs is not None
     graphs.capture_all()
     for bucket in graphs.buckets:
@@ -184,7 +184,7 @@ def test_an_engine_on_a_cpu_refuses_graphs(target: Path) -> None:
 def test_graphs_are_off_without_a_gpu(target: Path) -> None:
     assert EngineConfig().cuda_graphs is None
     plain, graphed = tiny_engine(target), tiny_engine(target, cuda_graphs=True)
-    assert plain.graphs is None
+    assert plain.parts.graphs is None
     assert graphed.cache.data.shape[2] == plain.cache.data.shape[2] + plain.config.block_size
     assert graphed.usage().num_blocks == plain.usage().num_blocks, "nobody is given the trash block"
 
@@ -197,12 +197,12 @@ def test_passages_that_are_longer_than_a_models_drafts_take_no_room_of_q(
         tiny_engine(target, cuda_graphs=True, drafter=one, max_batched_tokens=128)
         for one in (drafter, dataclasses.replace(drafter, options=(SuffixOptions(suffix_first=12),)))
     )
-    assert plain.graphs is not None and repeating.graphs is not None
-    assert repeating.graphs.buckets.largest.num_queries == 13
-    assert repeating.graphs.buffers.drafts.probs.shape == plain.graphs.buffers.drafts.probs.shape
+    assert plain.parts.graphs is not None and repeating.parts.graphs is not None
+    assert repeating.parts.graphs.buckets.largest.num_queries == 13
+    assert repeating.parts.graphs.buffers.drafts.probs.shape == plain.parts.graphs.buffers.drafts.probs.shape
     assert isinstance(repeating.drafter, ModelDrafter) and isinstance(plain.drafter, ModelDrafter)
     sizes = AttentionSizes(4, 13, 64)
-    model, buckets = repeating.drafter.model, repeating.graphs.buckets
+    model, buckets = repeating.drafter.model, repeating.parts.graphs.buckets
     with_model, without = (graph_bytes(decoder_of(repeating), buckets, sizes, one, (64,)) for one in (model, None))
     made_all = graph_bytes(decoder_of(repeating), dataclasses.replace(buckets, most_made=12), sizes, model, (64,))
     assert without < with_model < made_all
@@ -210,14 +210,15 @@ def test_passages_that_are_longer_than_a_models_drafts_take_no_room_of_q(
 
 def test_a_gpu_without_room_for_graphs_is_reported_what_to_do(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_engine(target, cuda_graphs=True)
-    assert engine.graphs is not None
+    smaller = tiny_engine(target, cuda_graphs=True, max_num_seqs=2)
+    assert engine.parts.graphs is not None and smaller.parts.graphs is not None
     sizes = AttentionSizes(4, 5, 64)
     few, many = (
-        graph_bytes(decoder_of(engine), buckets, sizes, None, (64,))
-        for buckets in (engine.graphs.buckets, tiny_engine(target, cuda_graphs=True, max_num_seqs=2).graphs.buckets)  # type: ignore[union-attr]
+        graph_bytes(decoder_of(engine), graphs.buckets, sizes, None, (64,))
+        for graphs in (engine.parts.graphs, smaller.parts.graphs)
     )
     assert few > many > 0
-    monkeypatch.setattr(engine.graphs.capturer, "device", torch.device("cuda"))
+    monkeypatch.setattr(engine.parts.graphs.capturer, "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 2000))
     with pytest.raises(ConfigError, match=r"cuda_graphs .* max_num_seqs"):
-        engine.graphs._check_memory(decoder_of(engine), sizes)
+        engine.parts.graphs._check_memory(decoder_of(engine), sizes)

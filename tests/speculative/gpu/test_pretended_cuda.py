@@ -84,7 +84,7 @@ def test_every_drafter_with_plain_requests_all_others_and_those_that_change_logi
         found = answers(engine, SHORT)
         add_all(engine, MIXED, prefix="mixed")
         found |= run(engine)
-        if engine.graphs is not None:
+        if engine.parts.graphs is not None:
             only_prompts_may_be_eager(engine, monkeypatch)
         add_all(engine, [*EDITED, *SHORT[:3]], prefix="edited")
         return found | run(engine)
@@ -93,13 +93,13 @@ def test_every_drafter_with_plain_requests_all_others_and_those_that_change_logi
 
 
 def only_prompts_may_be_eager(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    takes = engine.eager.takes
+    takes = engine.parts.eager.takes
 
     def watched(entries: tuple[Entry, ...]) -> list[bool]:
         assert all(entry.num_known > 1 or entry.sequence.num_output == 0 for entry in entries), "it decodes"
         return takes(entries)
 
-    monkeypatch.setattr(engine.eager, "takes", watched)
+    monkeypatch.setattr(engine.parts.eager, "takes", watched)
 
 
 @pytest.mark.parametrize("name", ["none", "eagle3"])
@@ -306,17 +306,17 @@ def test_a_switch_frees_the_old_graphs_and_the_old_drafters_cache_first(
         add_all(engine, SHORT)
         for _ in range(4):
             engine.step()
-        assert engine.graphs is not None
-        old = [weakref.ref(engine.graphs), weakref.ref(engine.graphs.buffers.hidden)]
+        assert engine.parts.graphs is not None
+        old = [weakref.ref(engine.parts.graphs), weakref.ref(engine.parts.graphs.buffers.hidden)]
         if isinstance(engine.drafter, ModelDrafter):
             old += [weakref.ref(engine.drafter), weakref.ref(engine.drafter.cache.data)]
-        make_executor = engine._make_executor
+        make_steps = engine.parts._make_steps
 
         def watched(*arguments: Any) -> None:
             alive.extend(one() is not None for one in old)
-            make_executor(*arguments)
+            make_steps(*arguments)
 
-        monkeypatch.setattr(engine, "_make_executor", watched)
+        monkeypatch.setattr(engine.parts, "_make_steps", watched)
         gc.disable()
         try:
             engine.switch(load_weights(target, engine.config, engine.device), "2")

@@ -227,7 +227,7 @@ def asked_again(distribution: torch.Tensor) -> np.ndarray:
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     said = []
     for group in range(8):
-        engine.eager.drafter = LookupDrafter(lambda: made(config(suffix_max_tokens=10**6)))
+        engine.parts.eager.drafter = LookupDrafter(lambda: made(config(suffix_max_tokens=10**6)))
         for time in ("first", "second", "third"):
             for mark in asking.tolist():
                 engine.add(Request(f"{time} {mark}", (mark,), params, seed=10_000 * group + mark))

@@ -62,7 +62,7 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
 def make_engine(tiny_folder: Path, drafter: Drafter | None = None, **config: Any) -> EngineCore:
     engine = tiny_engine(tiny_folder, kv_cache_tokens=4096, max_batched_tokens=512, prefix_caching=False, **config)
     if drafter is not None:
-        engine.eager.drafter = drafter
+        engine.parts.eager.drafter = drafter
     return engine
 
 

@@ -205,8 +205,8 @@ def test_greedy_text_is_that_of_plain_decoding(
     assert {key: one.values for key, one in found.items()} == {
         key: pytest.approx(one.values, abs=1e-4) for key, one in plain.items()
     }
-    if engine.graphs is not None and engine.graphs.loop is not None:
-        assert engine.graphs.loop._buckets.largest.num_queries == 3, "passages are none of the model's drafts"
+    if engine.parts.graphs is not None and engine.parts.graphs.loop is not None:
+        assert engine.parts.graphs.loop._buckets.largest.num_queries == 3, "passages are none of the model's drafts"
     stats = engine.take_stats()
     assert len(stats.accepted_per_position) > 3, "more than the model drafts"
     assert not any(stats.violations.values())

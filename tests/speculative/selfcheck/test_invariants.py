@@ -73,14 +73,14 @@ def in_draws(change: Callable[[SequenceResult], SequenceResult]) -> Break:
 
 
 def rows_out_of_place(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = engine.checked_sampler.sample
+    sample = engine.parts.checked_sampler.sample
 
     def sampling_elsewhere(step_input: Any, *rest: Any) -> Any:
         positions = step_input.positions.copy()
         positions[0] += 1
         return sample(replace(step_input, positions=positions), *rest)
 
-    engine.checked_sampler.sample = sampling_elsewhere  # type: ignore[method-assign]
+    engine.parts.checked_sampler.sample = sampling_elsewhere  # type: ignore[method-assign]
 
 
 FAULTS: dict[str, tuple[Break, str]] = {
@@ -103,7 +103,7 @@ FAULTS: dict[str, tuple[Break, str]] = {
 def test_a_broken_invariant_fails_its_request(
     ops: VocabularyOps, fault: Break, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("speculative.engine.choose_ops", lambda device: ops)
+    monkeypatch.setattr("speculative.assembly.choose_ops", lambda device: ops)
     engine = table_engine(64)
     sound = serve(engine)
     assert engine.take_stats().violations == {}
@@ -127,8 +127,8 @@ def test_a_broken_invariant_fails_its_request(
 def test_a_verification_is_never_begun_without_q() -> None:
     engine = table_engine(64)
     verified = []
-    verify = engine.sampler.verify
-    engine.sampler.verify = lambda step: verified.append(step) or verify(step)  # type: ignore[func-returns-value]
+    verify = engine.parts.sampler.verify
+    engine.parts.sampler.verify = lambda step: verified.append(step) or verify(step)  # type: ignore[func-returns-value]
     serve(engine)
     step = next(step for step in verified if (step.drafts >= 0).any())
     for distribution in (None, Dense(torch.empty(0, 64))):
@@ -144,8 +144,8 @@ def test_a_request_whose_rules_leave_no_token_is_reported_so() -> None:
     assert delta.finish_reason is FinishReason.ERROR and "left no token" in (delta.error or "")
     assert engine.take_stats().violations == {}, "no invariant is broken"
     engine = table_engine(64)
-    process = engine.sampler.ops.process
-    engine.sampler.ops.process = lambda *of: process(*of).fill_(-math.inf)  # type: ignore[method-assign]
+    process = engine.parts.sampler.ops.process
+    engine.parts.sampler.ops.process = lambda *of: process(*of).fill_(-math.inf)  # type: ignore[method-assign]
     engine.add(Request("r", (3,), SamplingParams(max_tokens=4)))
     (delta,) = engine.step()
     assert delta.broken == "not_finite" and engine.take_stats().violations == {"not_finite": 1}

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from speculative.assembly import Assembly
 from speculative.drafting.head_drafters import Eagle3DraftModel
 from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.engine import EngineCore
@@ -68,9 +69,8 @@ def head_engine(drafted: range, verifier: str) -> EngineCore:
     head = random_head(decoder, torch.tensor(drafted), embedding=decoder.embedding, aux_layers=(0, 1))
     small = settings(verifier=verifier, kv_cache_tokens=256, block_size=8)
     structure = EvenAndOdd(model.vocab_size)
-    return EngineCore(
-        decoder, model, small, make_constraint=lambda _: structure, draft_model=Eagle3DraftModel(head, "")
-    )
+    drafts = Eagle3DraftModel(head, "")
+    return EngineCore(Assembly(decoder, model, small, make_constraint=lambda _: structure, draft_model=drafts))
 
 
 ENGINES: dict[str, Callable[[str], EngineCore]] = {
@@ -133,7 +133,7 @@ def test_a_token_that_was_changed_by_hand_is_named(verifier: str, name: str) -> 
 def test_a_head_that_read_features_of_another_position_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its drafts are verified, so nothing but acceptance suffers, and the replay that has a sound one."""
     sound, faulty = head_engine(range(2, 42), "token_wise"), head_engine(range(2, 42), "token_wise")
-    drafter = faulty.eager.drafter
+    drafter = faulty.parts.eager.drafter
     assert isinstance(drafter, ModelDrafter)
     fuse = drafter.model.fuse
     monkeypatch.setattr(drafter.model, "fuse", lambda features: fuse(features.roll(1, 0)))

@@ -57,7 +57,7 @@ def test_one_seed_for_everybody_is_no_fault_and_little_evidence(verifier: str, d
 
 def test_whether_to_draft_at_all_by_the_coin_alarms() -> None:
     engine = table_engine(64, self_check_sample_rate=1.0)
-    counts = engine.eager.drafter.counts
+    counts = engine.parts.eager.drafter.counts
 
     def all_or_none(batch: Batch) -> np.ndarray:
         sequences = [entry.sequence for entry in batch.entries]
@@ -66,7 +66,7 @@ def test_whether_to_draft_at_all_by_the_coin_alarms() -> None:
         zeros = np.zeros_like(seeds)
         return np.where(uniforms(seeds, lengths, zeros, zeros + np.uint64(Purpose.COIN)) < 0.7, counts(batch), 0)
 
-    engine.eager.drafter.counts = all_or_none
+    engine.parts.eager.drafter.counts = all_or_none
     assert "coin" in serve(engine, 4000, seed=None).alarms
 
 
@@ -128,7 +128,7 @@ def test_requests_with_one_seed_share_their_random_numbers_and_break_nothing(mon
 
     monkeypatch.setattr(rows, "uniforms", alike)
     engine = table_engine(64, self_check_sample_rate=1.0)
-    engine.eager.drafter.most = 1  # type: ignore[attr-defined]
+    engine.parts.eager.drafter.most = 1  # type: ignore[attr-defined]
     params = replace(PLAIN, max_tokens=2)
     answer_all(engine, [Request(f"r{number}", (1, 2, 3), params, seed=7) for number in range(4)])
     assert "resolution" not in engine.take_stats().violations

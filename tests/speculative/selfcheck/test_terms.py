@@ -118,7 +118,7 @@ def test_terms_are_what_the_definitions_say(ops: VocabularyOps, kind: str, seed:
 def test_a_sound_engine_raises_no_alarm_and_its_terms_have_mean_0(
     ops: VocabularyOps, verifier: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("speculative.engine.choose_ops", lambda device: ops)
+    monkeypatch.setattr("speculative.assembly.choose_ops", lambda device: ops)
     engine = table_engine(64, verifier=verifier, deterministic=deterministic, self_check_sample_rate=1.0)
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.9, top_k=30)
     answer_all(engine, [Request(f"r{number}", (number,), params, seed=number) for number in range(60)])

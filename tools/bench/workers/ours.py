@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from serve_app.versions import version_of
+from speculative.assembly import Assembly, resolve_device
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.weights import load_weights
-from speculative.engine import EngineCore, resolve_device
+from speculative.engine import EngineCore
 from speculative.errors import EngineFault
 from speculative.model.config import ModelConfig
 from speculative.model.loading import choose_weights
@@ -35,7 +36,7 @@ class Ours:
             device = resolve_device(config.device)
             loaded = load_weights(folder, config, device, decoder=decoder)
             decoder = loaded.decoder
-            engine = EngineCore(decoder, model, config, loaded.fingerprint, draft_model=loaded.draft_model)
+            engine = EngineCore(Assembly(decoder, model, config, loaded.fingerprint, draft_model=loaded.draft_model))
             warm_up(engine)
             self._engines[name] = engine
         weights = choose_weights(config.quantization, folder, dtype=config.dtype, device=device)

@@ -1,0 +1,224 @@
+"""The parts of an engine, put together from configuration, weights and device.
+
+                        on a CPU                                    captured: on a GPU, or by `cuda_graphs: true`
+decoding sequences      EagerStep                                   GraphStep; what it does not take: EagerStep
+prompts                 EagerStep                                   EagerStep, which replays captured lengths
+the vocabulary          KernelOps in C++, or VocabularyOps (torch)  GraphOperators.vocabulary (Triton)
+drafts by a model       ModelDrafter, with FusedDraftLoop where     ModelDrafter, with GraphStep's DraftLoop
+                        our kernels can and drafts are sampled
+trees of drafts         TreeDrafter                                 refused
+drafts without weights  LookupDrafter                               LookupDrafter
+"""
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from speculative.config import EngineConfig, why_no_triton
+from speculative.drafting.base import Drafter, NoDrafter
+from speculative.drafting.cpu_loop import FusedDraftLoop
+from speculative.drafting.draft_sampler import DraftSampler
+from speculative.drafting.neural_drafter import DraftModel, ModelDrafter
+from speculative.drafting.tree_drafter import TreeDrafter
+from speculative.drafting.weightless import make_weightless
+from speculative.drafting.weights import Weights, load_weights, longest_sequence
+from speculative.errors import ConfigError, InvalidRequest
+from speculative.model.attention import prepare_by
+from speculative.model.config import ModelConfig
+from speculative.model.decoder import Decoder
+from speculative.request import Request, Structure
+from speculative.sampling.logprob_checks import LogprobContract
+from speculative.scheduling.draft_length import make_draft_length
+from speculative.scheduling.scheduler import Scheduler
+from speculative.selfcheck.monitor import SelfCheck
+from speculative.state.handoff import Manifest
+from speculative.state.kv_cache import KVCache, KVShape
+from speculative.state.token_constraint import ConstraintMaker, TokenConstraint
+from speculative.stats import StepStats
+from speculative.step.checked_sampler import CheckedSampler
+from speculative.step.eager_step import EagerStep
+from speculative.step.executor import StepExecutor
+from speculative.step.kernel_ops import choose_ops
+from speculative.step.prompt_scorer import PromptScorer
+from speculative.step.runner import ModelRunner
+from speculative.step.sampler import Sampler
+
+
+class Assembly:
+    """What an engine has from its start (scheduler, cache, sampler), and what changes with its weights (the steps)."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        model: ModelConfig,
+        config: EngineConfig,
+        fingerprint: str = "",
+        make_constraint: ConstraintMaker | None = None,
+        draft_model: DraftModel | None = None,
+    ) -> None:
+        self.model, self.fingerprint = model, fingerprint
+        self.device = next(decoder.parameters()).device
+        use_device(self.device)
+        if self.device.type == "cuda":
+            require_triton(self.device)
+            torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new shape, of prompts above all
+            # Else cuBLAS may add up parts of a product in 16 bits, by the size of the batch.
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        if self.device.type == "cpu" or config.kv_cache_tokens is not None:
+            config = config.on_cpu()
+        else:  # an engine on a CPU loads nothing of speculative.gpu
+            from speculative.gpu.memory import tokens_that_fit
+
+            config = dataclasses.replace(config, kv_cache_tokens=tokens_that_fit(config, decoder, draft_model))
+        self.config = config
+        self.max_model_len = longest_sequence(model, config)
+        self.stats = StepStats()
+        self.make_constraint = make_constraint or _no_structure
+        contract = LogprobContract(config.logprobs_mode, model.vocab_size)
+        length = make_draft_length(config.drafter, self.stats)
+        self.scheduler = Scheduler(config, self.max_model_len, model.eos_token_ids, self.stats, contract, length)
+        self.self_check = SelfCheck(config.self_check_sample_rate)
+        self._prepare = prepare_by(decoder.kernels.model)
+        self.operators = None
+        if self.device.type == "cuda" if config.cuda_graphs is None else config.cuda_graphs:
+            from speculative.gpu.operators import GraphOperators
+
+            self.operators = GraphOperators.on(self.device, decoder.kernels)
+        self.ops = choose_ops(decoder.kernels) if self.operators is None else self.operators.vocabulary
+        self.sampler = Sampler(config, self.device, model.eos_token_ids, self.ops)
+        self.checked_sampler = CheckedSampler(config, self.sampler, self.self_check)
+        self.cache = self._make_cache(model.kv_shape)
+        self._make_steps(decoder, draft_model, NoDrafter() if draft_model else make_weightless(config.drafter))
+
+    @classmethod
+    def load(cls, folder: Path, config: EngineConfig, make_constraint: ConstraintMaker | None = None) -> "Assembly":
+        """Load a checkpoint folder and set the process's CPU threads to the engine's share.
+
+        Raises:
+            ConfigError: the settings do not fit the model or the machine.
+            UnsupportedModel: the checkpoint needs what this engine does not do.
+        """
+        torch.set_num_threads(config.num_threads)
+        model = ModelConfig.from_folder(folder)
+        device = resolve_device(config.device)
+        require_triton(device)  # before minutes of loading
+        weights = load_weights(folder, config, device)
+        return cls(weights.decoder, model, config, weights.fingerprint, make_constraint, weights.draft_model)
+
+    def change_weights(self, weights: Weights) -> None:
+        """Build the steps anew. The old ones make room before the new ones are complete."""
+        weightless = self.eager.drafter if weights.draft_model is None else NoDrafter()
+        del self.graphs, self.eager, self.executor  # frees the old graphs and the old drafter's cache
+        self._make_steps(weights.decoder, weights.draft_model, weightless)
+        self.fingerprint = weights.fingerprint  # last: nothing says that it is of the new weights before it is
+
+    def manifest(self) -> Manifest:
+        """Return what a handoff has to agree with."""
+        return Manifest(
+            fingerprint=self.fingerprint,
+            dtype=self.config.dtype,
+            num_layers=self.model.num_layers,
+            num_kv_heads=self.model.num_kv_heads,
+            head_dim=self.model.head_dim,
+            logprobs_mode=self.config.logprobs_mode,
+            drafter_state=self.eager.drafter.state_name,
+        )
+
+    def constraint_of(self, request: Request) -> TokenConstraint | None:
+        """Compile the structure of a request; None where it has none."""
+        structure = request.params.structure
+        return None if structure is None else self.make_constraint(structure)
+
+    def _make_steps(self, decoder: Decoder, draft_model: DraftModel | None, weightless: Drafter) -> None:
+        """Build the steps and their executor, drafting by a model or else by `weightless`; drop all old weights."""
+        neural = None if draft_model is None else self._model_drafter(draft_model)
+        drafter = neural or weightless
+        self.graphs = None
+        runner = ModelRunner(decoder, self.cache, self.device, self._prepare)
+        if self.operators is not None:
+            from speculative.gpu.graph_step import GraphStep
+
+            sampler, longest = self.checked_sampler, self.max_model_len
+            self.graphs = GraphStep(self.config, decoder, self.cache, drafter, sampler, longest, self.operators)
+            runner = self.graphs.runner
+            if self.device.type == "cuda":
+                self.graphs.capture_all()
+        scorer = PromptScorer(self.config.logprobs_mode, self.sampler, self.constraint_of)
+        self.eager = EagerStep(self.config, runner, drafter, self.checked_sampler, scorer)
+        steps = (self.eager,) if self.graphs is None else (self.graphs, self.eager)
+        self.executor = StepExecutor(steps, self.stats)
+
+    def _make_cache(self, shape: KVShape) -> KVCache:
+        padding = self.operators is not None  # captured steps have a block for rows that stand for nothing
+        num_slots = (self.config.num_blocks + padding) * self.config.block_size
+        return KVCache(shape, num_slots, dtype=getattr(torch, self.config.dtype), device=self.device)
+
+    def _model_drafter(self, model: DraftModel) -> ModelDrafter:
+        config = self.config
+        sampler = DraftSampler(
+            model.ids,
+            self.model.vocab_size,
+            self.ops,
+            sampled=config.drafter.sampled,
+            all_coupled=config.verifier == "coupled",
+        )
+        self.scheduler.drafter_reads_features = bool(model.capture)
+        self.scheduler.draft_length.restart(model.held_out_rates)
+        cache = self._make_cache(model.kv_shape)
+        make = partial(TreeDrafter, widths=config.drafter.widths) if config.drafter.tree else ModelDrafter
+        drafter = make(model, cache, self.scheduler.pool, sampler, config.block_size, self._prepare)
+        if model.fused and config.drafter.sampled and not config.drafter.tree:
+            drafter.draft_loop = FusedDraftLoop(model.fused, sampler, cache, config.block_size)
+        return drafter
+
+
+def _no_structure(_: Structure) -> TokenConstraint:
+    raise InvalidRequest("response_format", "This engine was started without support for structured output.")
+
+
+def use_device(device: torch.device) -> None:
+    """Have this thread launch kernels on a GPU of its own. Each thread has its own current device, at first GPU 0, and
+    Triton's launches go there whatever the device of their tensors."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device a setting means; `auto` takes a GPU when this process sees one. Whoever shares GPUs out, as a server
+    does among its replicas, names the device.
+
+    Raises:
+        ConfigError: there is no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} is not known; use auto, cpu, cuda or cuda:N.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device {name!r}: torch {torch.__version__} can use no CUDA device here; use cpu (for a replica, num_gpus "
+            "of its pool set to 0), or install a CUDA build of torch and the driver."
+        )
+    if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device {name!r}: this process sees {torch.cuda.device_count()} CUDA devices, counted from 0; use cuda."
+        )
+    return device
+
+
+def require_triton(device: torch.device) -> None:
+    """Refuse a GPU whose kernels cannot be compiled here.
+
+    Raises:
+        ConfigError: why, and what to do.
+    """
+    if device.type == "cuda" and (why := why_no_triton()):
+        raise ConfigError(
+            f"device {str(device)!r}: an engine computes on a GPU with Triton's kernels, of which there are none here: "
+            f"{why}, or set device to cpu (for a replica, num_gpus of its pool to 0)."
+        )
