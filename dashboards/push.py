@@ -4,12 +4,15 @@ What is already there and identical is skipped. A page that is saved by others b
 overwritten unless requested: Grafana compares the version that was read (412).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-import httpx
+from grafana_api.grafana_api import GrafanaException
+from grafana_api.grafana_face import GrafanaFace
 
 FOLDER_UID = "truespec"
 FOLDER_TITLE = "truespec"
@@ -64,38 +67,43 @@ def push(
     Raises:
         PushError: the server cannot be reached, refuses the token, or has something else in the place.
     """
-    grafana = _Grafana(server)
+    face = _face(server)
     changes: list[Change] = []
 
-    def bring(what: str, there: bool, is_current: bool, method: str, path: str, body: dict[str, Any]) -> None:
-        action: Action = "unchanged" if is_current else "updated" if there else "created"
-        if not is_current and not dry_run:
-            grafana.call(method, path, f"writing {what}", body)
+    def bring(what: str, there: dict[str, Any] | None, is_ours: bool, save: Callable[[], Any]) -> None:
+        if there is not None and is_ours:
+            action: Action = "unchanged"
+        else:
+            action = "created" if there is None else "updated"
+            if not dry_run:
+                with _reported(f"writing {what}", server.url):
+                    save()
         changes.append(Change(what, action))
         progress(changes[-1])
 
-    with grafana.client:
-        if grafana.call("GET", "health", "reading /health") is None:
-            raise PushError(f"There is no Grafana at {server.url} (404). Is the path right?")
-        own = f"folders/{FOLDER_UID}"
-        folder = grafana.call("GET", own, f"reading {FOLDER_UID}")
-        renamed = {"title": FOLDER_TITLE, "version": (folder or {}).get("version")}
-        way = (
-            ("POST", "folders", {"title": FOLDER_TITLE, "uid": FOLDER_UID}) if folder is None else ("PUT", own, renamed)
-        )
-        is_current = folder is not None and folder["title"] == FOLDER_TITLE
-        bring(f"folder {FOLDER_TITLE}", folder is not None, is_current, *way)
-        for dashboard in dashboards:
-            there = grafana.call("GET", f"dashboards/uid/{dashboard['uid']}", f"reading {dashboard['uid']}")
-            body = {
-                "dashboard": dashboard | {"id": None, "version": there["dashboard"]["version"] if there else 0},
-                "folderUid": FOLDER_UID,
-                "overwrite": overwrite,
-                "message": "truespec push",
-            }
-            in_place = there is not None and there["meta"].get("folderUid") == FOLDER_UID
-            is_current = in_place and there is not None and _holds(there["dashboard"], dashboard)
-            bring(dashboard["title"], there is not None, is_current, "POST", "dashboards/db", body)
+    if _read(face.api.GET, "/health", server.url) is None:
+        raise PushError(f"There is no Grafana at {server.url} (404). Is the path right?")
+    folder = _read(face.folder.get_folder, FOLDER_UID, server.url)
+
+    def save_folder() -> None:
+        if folder is None:
+            face.folder.create_folder(FOLDER_TITLE, uid=FOLDER_UID)
+        else:
+            face.folder.update_folder(FOLDER_UID, FOLDER_TITLE, version=folder.get("version"))
+
+    bring(f"folder {FOLDER_TITLE}", folder, folder is not None and folder["title"] == FOLDER_TITLE, save_folder)
+    for dashboard in dashboards:
+        there = _read(face.dashboard.get_dashboard, dashboard["uid"], server.url)
+        is_ours = there is not None and there["meta"].get("folderUid") == FOLDER_UID
+        version = 0 if there is None else there["dashboard"]["version"]
+        body = {
+            "dashboard": dashboard | {"id": None, "version": version},
+            "folderUid": FOLDER_UID,
+            "overwrite": overwrite,
+            "message": "truespec push",
+        }
+        is_current = there is not None and is_ours and _holds(there["dashboard"], dashboard)
+        bring(dashboard["title"], there, is_current, partial(face.dashboard.update_dashboard, body))
     return changes
 
 
@@ -108,54 +116,63 @@ def _holds(there: Any, ours: Any) -> bool:
     return bool(there == ours)
 
 
-class _Grafana:
-    """A server's HTTP API."""
+def _face(server: Server) -> Any:
+    """Grafana's API at an address, which is checked as far as it can be without a call."""
+    parts = urlsplit(server.url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise PushError(f"{server.url!r} is not the URL of a server; give http(s)://HOST[:PORT][/PATH].")
+    if parts.username or parts.password:
+        raise PushError("The URL holds a password; give a service account's token instead (GRAFANA_TOKEN).")
+    if not server.token or not server.token.isascii() or any(letter.isspace() for letter in server.token):
+        raise PushError("The token is empty or holds spaces or line breaks; give a service account's token as it is.")
+    prefix = parts.path.strip("/")
+    return GrafanaFace(
+        server.token,
+        host=parts.netloc,
+        url_path_prefix=f"{prefix}/" if prefix else "",
+        protocol=parts.scheme,
+        timeout=TIMEOUT_S,
+    )
 
-    def __init__(self, server: Server) -> None:
-        parts = urlsplit(server.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise PushError(f"{server.url!r} is not the URL of a server; give http(s)://HOST[:PORT][/PATH].")
-        if parts.username or parts.password:
-            raise PushError("The URL holds a password; give a service account's token instead (GRAFANA_TOKEN).")
-        if not server.token or not server.token.isascii() or any(letter.isspace() for letter in server.token):
-            raise PushError("The token is empty or has spaces or line breaks; give a service account's token as it is.")
-        self._url = server.url
-        self.client = httpx.Client(
-            base_url=f"{server.url.rstrip('/')}/api/",
-            headers={"authorization": f"Bearer {server.token}"},
-            timeout=TIMEOUT_S,
-            follow_redirects=True,
-        )
 
-    def call(self, method: str, path: str, doing: str, body: dict[str, Any] | None = None) -> dict[str, Any] | None:
-        """Return what Grafana answers; None where nothing is there to be read. Raises PushError."""
+def _read(ask: Callable[[str], Any], name: str, url: str) -> dict[str, Any] | None:
+    """Return what Grafana has under that name, or None."""
+    with _reported(f"reading {name}", url):
         try:
-            response = self.client.request(method, path, json=body)
-        except httpx.HTTPError as error:
-            raise PushError(f"While {doing}: {self._url} cannot be reached ({type(error).__name__}).") from error
-        if method == "GET" and response.status_code == 404:
-            return None
-        try:
-            answer = response.json()
-        except ValueError:
-            answer = None
-        if response.is_error:
-            raise PushError(f"While {doing}: {self._explained(response.status_code, answer)}")
+            answer = ask(name)
+        except GrafanaException as error:
+            if error.status_code == 404:
+                return None
+            raise
         if not isinstance(answer, dict):
-            raise PushError(f"While {doing}: {self._url} does not answer as Grafana does. Is the path right?")
+            raise TypeError("Grafana answers with objects.")
         return answer
 
-    def _explained(self, status: int, answer: Any) -> str:
-        answer = answer if isinstance(answer, dict) else {}
-        said = str(answer.get("message") or "no reason given")
-        match status:
-            case 401:
-                return "Grafana does not know the token (401). Make a service account's token, and set GRAFANA_TOKEN."
-            case 403:
-                return f"the token may not do that (403: {said}). Give its service account the role Editor."
-            case 404:
-                return f"Grafana says that it is not there (404: {said}). Was the folder deleted meanwhile? Push again."
-            case 409 | 412:
-                fix = _CONFLICTS.get(str(answer.get("status")), "see what is there under this uid or title.")
-                return f"conflict ({status}: {said}): {fix}"
-        return f"{self._url} answered {status}: {said}."
+
+@contextmanager
+def _reported(doing: str, url: str) -> Iterator[None]:
+    try:
+        yield
+    except GrafanaException as error:
+        raise PushError(f"While {doing}: {_explained(error, url)}") from error
+    except (ValueError, TypeError) as error:  # the body is no JSON, or not Grafana's
+        raise PushError(f"While {doing}: {url} answers not as Grafana does. Is the path right?") from error
+    except OSError as error:  # requests' errors are
+        raise PushError(f"While {doing}: {url} cannot be reached ({type(error).__name__}).") from error
+
+
+def _explained(error: GrafanaException, url: str) -> str:
+    response = error.response if isinstance(error.response, dict) else {}
+    said = str(response.get("message") or "no reason given")
+    match error.status_code:
+        case 401:
+            return "Grafana does not know the token (401). Make a service account's token, and set GRAFANA_TOKEN."
+        case 403:
+            return f"the token may not do that (403: {said}). Give its service account the role Editor."
+        case 404:
+            return f"Grafana says that it is not there (404: {said}). Was the folder deleted meanwhile? Push again."
+        case 409 | 412:
+            fix = _CONFLICTS.get(str(response.get("status")), "see what is there under this uid or title.")
+            return f"conflict ({error.status_code}: {said}): {fix}"
+        case status:
+            return f"{url} answered {status}: {said}."

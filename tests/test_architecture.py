@@ -69,6 +69,7 @@ OWNERS = {
     "ctypes": {"speculative.kernels"},
     "fastapi": {"serve_app.http", "serve_app.http.page.page_routes", "deploy.watch.app"},
     "gguf": {"speculative.model"},
+    "grafana_api": {"dashboards.push"},
     "jsonschema": {"serve_app.referee.wire.structure"},
     "jsonschema_specifications": {"serve_app.referee.wire.structure"},
     "llama_cpp": set(),

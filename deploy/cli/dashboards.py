@@ -46,8 +46,11 @@ def dashboards_push(url: str, token_file: Path | None, dry_run: bool, overwrite:
     The token is read from GRAFANA_TOKEN or a file.
     """
     from dashboards import build
-    from dashboards.push import Change, PushError, Server, push
 
+    try:
+        from dashboards.push import Change, PushError, Server, push
+    except ModuleNotFoundError as error:
+        raise Failure("This needs grafana-api: pip install -e '.[grafana]' in the checkout.") from error
     token = read_secret(token_file, "--token-file") if token_file else os.environ.get("GRAFANA_TOKEN")
     if not token:
         raise Failure("There is no token: set GRAFANA_TOKEN or give --token-file.")

@@ -144,11 +144,11 @@ def test_a_wrong_path_or_something_else_that_answers_is_reported(grafana: FakeGr
             push(Server(grafana.url.removesuffix("/grafana") + path, TOKEN), PAGES)
     for body in ("<html>Please log in</html>", "[]"):
         grafana.body_of_everything = body
-        with pytest.raises(PushError, match="does not answer as Grafana does"):
+        with pytest.raises(PushError, match="answers not as Grafana does"):
             pushed(grafana)
 
 
 @pytest.mark.parametrize("token", ["two words", "line\nbreak", "ünicode"])
 def test_a_token_that_cannot_be_one_is_reported(grafana: FakeGrafana, token: str) -> None:
-    with pytest.raises(PushError, match="The token is empty or has"):
+    with pytest.raises(PushError, match="The token is empty or holds"):
         push(Server(grafana.url, token), PAGES)
