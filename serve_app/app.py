@@ -41,23 +41,17 @@ def build_app(args: Mapping[str, Any]) -> Application:
 def build(config: AppConfig) -> Application:
     """The application of a checked configuration."""
     controller = serve.deployment(**_CONTROLLER_OPTIONS, logging_config=_logging(config))(Controller).bind(config)
-    if config.topology == "monolith":
-        if config.router is not None:
-            return _routed(config, config.router, "MonolithServer", None, controller)
-        return serve.deployment(**_options(config, "monolith"))(MonolithServer).bind(config, controller)
-    prefill = serve.deployment(**_options(config, "prefill"))(PrefillServer).bind(config)
-    if config.router is not None:
-        return _routed(config, config.router, "DecodeServer", prefill, controller)
-    return serve.deployment(**_options(config, "decode"))(DecodeServer).bind(config, prefill, controller)
-
-
-def _routed(
-    config: AppConfig, router: RouterSection, name: str, prefill: Application | None, controller: Application
-) -> Application:
-    """The decoding pool behind a stream router, under the name that it has without one."""
-    pool = config.decoding_pool
-    workers = serve.deployment(name=name, **_options(config, pool))(DecodeWorker).bind(config, pool, prefill)
-    return serve.deployment(**_router_options(config, router))(StreamRouter).bind(config, workers, controller)
+    prefill = None
+    if config.topology == "disaggregated":
+        prefill = serve.deployment(**_options(config, "prefill"))(PrefillServer).bind(config)
+    pool, server = config.decoding_pool, MonolithServer if prefill is None else DecodeServer
+    if config.router is not None:  # in front of the decoding pool, which keeps its name
+        decoding = serve.deployment(name=server.__name__, **_options(config, pool))
+        routing = serve.deployment(**_router_options(config, config.router))
+        workers = decoding(DecodeWorker).bind(config, pool, prefill)
+        return routing(StreamRouter).bind(config, workers, controller)
+    others = (controller,) if prefill is None else (prefill, controller)
+    return serve.deployment(**_options(config, pool))(server).bind(config, *others)
 
 
 def _options(config: AppConfig, name: PoolName) -> dict[str, Any]:

@@ -194,8 +194,11 @@ class EngineConfig(EngineSettings):
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
 
     def check(self) -> None:
-        """The cache holds whole blocks, and a step every running sequence."""
-        if (self.kv_cache_tokens or 0) % self.block_size:
+        """The cache holds whole blocks and the longest sequence, and a step every running sequence."""
+        if (room := self.kv_cache_tokens) is not None and room < (self.max_model_len or 0):
+            longest = f"must hold at least one sequence of max_model_len ({self.max_model_len}) tokens, got {room}; "
+            raise OptionError("kv_cache_tokens", longest + "raise it or lower max_model_len.")
+        if (room or 0) % self.block_size:
             raise OptionError("kv_cache_tokens", f"must be a multiple of block_size ({self.block_size}).")
         longest = "suffix_first" if self.drafter.max_repeated > self.drafter.num_draft_tokens else "num_draft_tokens"
         least = self.max_num_seqs * (1 + self.drafter.max_rows)

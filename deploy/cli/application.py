@@ -149,8 +149,31 @@ def application_of(asked: ServeTarget) -> ServeFile:
         ConfigError: it cannot be read, or something in it is wrong.
     """
     data = settings_of(asked.target) if isinstance(asked.target, OwnModel) else read_yaml(asked.target)
-    for flag, value in asked.changes.items():
-        _set_flag(data, flag, value)
+    for flag, given in asked.changes.items():
+        setting, value = _place_of(flag), given
+        if flag == "--max-model-len" and value == "auto":
+            value = None
+        elif flag == "--quantization" and _get(data, f"{ARGS}.engine.kind") == "vllm":
+            setting = f"{ARGS}.vllm.engine_args.quantization"
+        elif flag == "--quantization" and value not in get_args(WeightsName):
+            raise ConfigError(
+                f"--quantization {value}: truespec's engine has {', '.join(get_args(WeightsName))}. Leave it out for "
+                "what the checkpoint holds; vLLM's own methods need --engine vllm."
+            )
+        elif flag == "--revision":
+            source = str(_get(data, setting)).partition("@")[0]
+            if not HUB_ID.fullmatch(source) or Path(source).is_dir():
+                none = f"{source} is no id of a hub, so it has no revisions"
+                raise ConfigError(f"--revision {value}: {none}; leave it out.")
+            value = f"{source}@{value}"
+        elif flag == "--api-key":
+            value = str(_keys_file(value))
+        section, name = _place(data, setting)
+        if isinstance(section, dict):
+            section[name] = value
+        elif isinstance(data, dict):  # where there are no settings at all, the check below says so
+            place = setting.removeprefix(f"{ARGS}.")
+            raise ConfigError(f"--set {place}: there is no section of settings that has {name}.")
     return check_file(data, asked.named)
 
 
@@ -185,32 +208,6 @@ def _place_of(flag: str) -> str:
     return TAKEN.get(flag) or (name if of_file else f"{ARGS}.{name}")
 
 
-def _set_flag(data: Any, flag: str, value: Any) -> None:
-    """Write the setting of a flag into what a file of settings holds.
-
-    Raises:
-        ConfigError: the flag does not go with what is there.
-    """
-    setting = _place_of(flag)
-    if flag == "--max-model-len" and value == "auto":
-        value = None
-    elif flag == "--quantization" and _get(data, f"{ARGS}.engine.kind") == "vllm":
-        setting = f"{ARGS}.vllm.engine_args.quantization"
-    elif flag == "--quantization" and value not in get_args(WeightsName):
-        raise ConfigError(
-            f"--quantization {value}: truespec's engine has {', '.join(get_args(WeightsName))}. Leave it out for what "
-            "the checkpoint holds; vLLM's own methods need --engine vllm."
-        )
-    elif flag == "--revision":
-        source = str(_get(data, setting)).partition("@")[0]
-        if not HUB_ID.fullmatch(source) or Path(source).is_dir():
-            raise ConfigError(f"--revision {value}: {source} is no id of a hub, so it has no revisions; leave it out.")
-        value = f"{source}@{value}"
-    elif flag == "--api-key":
-        value = str(_keys_file(value))
-    _set(data, setting, value)
-
-
 def _keys_file(keys: Iterable[str]) -> Path:
     """A file of these keys, which is gone when this process ends."""
     from serve_app.http.access.access import Scope
@@ -241,16 +238,3 @@ def _place(data: Any, setting: str) -> tuple[Any, str]:
 def _get(data: Any, setting: str) -> Any:
     section, name = _place(data, setting)
     return section.get(name) if isinstance(section, dict) else None
-
-
-def _set(data: Any, setting: str, value: Any) -> None:
-    """Change a setting; where the file holds no settings at all, its check says so.
-
-    Raises:
-        ConfigError: it has no section of this name.
-    """
-    section, name = _place(data, setting)
-    if isinstance(section, dict):
-        section[name] = value
-    elif isinstance(data, dict):
-        raise ConfigError(f"--set {setting.removeprefix(f'{ARGS}.')}: there is no section of settings that has {name}.")

@@ -9,7 +9,7 @@ from rich.table import Table
 from deploy.cli.console import MainGroup, a_file, err, out
 from deploy.options import FiniteRange
 from serve_app.http.access.access import Scope
-from serve_app.http.access.keys import Key, create_key, read_keys, revoke_key
+from serve_app.http.access.keys import create_key, read_keys, revoke_key
 
 _FILE = click.option("--file", type=a_file, required=True, help="The file of keys, as in access.keys_file.")
 
@@ -63,7 +63,10 @@ def keys_list(file: Path) -> None:
     """
     table = Table("id", "scopes", "created", "expires", "requests at once")
     for key in read_keys(file).keys:
-        table.add_row(key.id, ", ".join(key.scopes), _day(key.created), _expiry(key), str(key.max_concurrent or ""))
+        expiry = "never" if key.expires is None else _day(key.expires)
+        if key.expires is not None and key.expires <= datetime.now(UTC):
+            expiry += " (expired)"
+        table.add_row(key.id, ", ".join(key.scopes), _day(key.created), expiry, str(key.max_concurrent or ""))
     out.print(table)
 
 
@@ -78,9 +81,3 @@ def keys_revoke(file: Path, key_id: str) -> None:
 
 def _day(moment: datetime | None) -> str:
     return "" if moment is None else moment.astimezone(UTC).date().isoformat()
-
-
-def _expiry(key: Key) -> str:
-    if key.expires is None:
-        return "never"
-    return _day(key.expires) + (" (expired)" if key.expires <= datetime.now(UTC) else "")

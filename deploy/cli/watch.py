@@ -1,11 +1,10 @@
 """`truespec watch`: a referee for any server, from a proxy in front of it or from answers that were kept."""
 
 import asyncio
-import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -208,13 +207,18 @@ def watch_proxy(url: str, referee: str | None, referee_port: int, **options: Any
     if referee is None:
         free_port(HttpOptions(host="127.0.0.1"), referee_port, "--referee-")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with _own_referee([] if referee else [f"--port={referee_port}", *words]) as process:
-
-        def ended() -> bool:
-            return process is not None and process.poll() is not None
-
+    process = None
+    if referee is None:
+        command = [sys.executable, "-m", "deploy.cli.main", "watch", "referee", f"--port={referee_port}", *words]
+        process = subprocess.Popen(command)
+    try:
+        ended = (lambda: False) if process is None else (lambda: process.poll() is not None)
         if not asyncio.run(run_proxy(proxy, lambda text: say(text, err), ended)):
             raise Failure("The referee did not start; its message is above.")
+    finally:
+        if process is not None:
+            process.terminate()
+            process.wait()
 
 
 _SHARED = {"model", *(param.name for param in click.command()(_options(*_REFEREE)(lambda: None)).params)}
@@ -228,20 +232,6 @@ def _as_given(ctx: click.Context, option: click.Parameter) -> Iterator[str]:
         return
     values = value if option.multiple else [value]
     yield from [name] if value is True else [f"{name}={one}" for one in values]
-
-
-@contextlib.contextmanager
-def _own_referee(words: Sequence[str]) -> Iterator["subprocess.Popen[bytes] | None"]:
-    """A referee in a process of its own until the block ends; words: of its command line, none = none is started."""
-    if not words:
-        yield None
-        return
-    process = subprocess.Popen([sys.executable, "-m", "deploy.cli.main", "watch", "referee", *words])
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait()
 
 
 @watch.command("referee")

@@ -25,7 +25,6 @@ from deploy.run.ports import free_port, url_of
 from deploy.run.preflight import check_cluster, check_machine
 from deploy.run.processes import process_tree
 from serve_app.app import build
-from serve_app.config.app_config import AppConfig
 from serve_app.config.base import POOL_OF_DEPLOYMENT
 from serve_app.config.serve_file import HttpOptions, ServeFile
 from serve_app.http.slow_clients import PROXY_CALLBACK
@@ -100,7 +99,17 @@ def running_app(
             _prepare_kernels(progress)
     with own_connection():
         if address is None:
-            _start_here(config, progress)
+            cores = os.cpu_count() or 1
+            needed = sum(config.pool(name).most_replicas * config.pool(name).num_cpus for name in config.pool_names)
+            needed += config.router.replicas * config.router.num_cpus if config.router is not None else 0
+            if needed > cores:
+                progress(
+                    f"warning: the pools ask for {needed:g} CPUs, here are {cores}; they will slow each other down"
+                )
+            os.environ.update(ray_environment())
+            progress(f"starting Ray on this machine with {max(cores, needed):g} CPUs{_busy()}")
+            session = _start_ray(max(cores, int(-(-needed // 1))), progress)
+            progress(f"its logs, and in serve/ the replicas', are in {session}/logs")
         else:
             progress(f"connecting to Ray at {address}")
             _join(address)
@@ -153,19 +162,6 @@ def own_connection() -> Iterator[None]:
         if not connected_before:
             with uninterrupted():
                 ray.shutdown()  # also ends the cluster, if it was started here
-
-
-def _start_here(config: AppConfig, progress: Progress) -> None:
-    """Start a cluster on this machine that has the CPUs that the pools ask for."""
-    cores = os.cpu_count() or 1
-    needed = sum(config.pool(name).most_replicas * config.pool(name).num_cpus for name in config.pool_names)
-    needed += config.router.replicas * config.router.num_cpus if config.router is not None else 0
-    if needed > cores:
-        progress(f"warning: the pools ask for {needed:g} CPUs, here are {cores}; they will slow each other down")
-    os.environ.update(ray_environment())
-    progress(f"starting Ray on this machine with {max(cores, needed):g} CPUs{_busy()}")
-    session = _start_ray(max(cores, int(-(-needed // 1))), progress)
-    progress(f"its logs, and in serve/ the replicas', are in {session}/logs")
 
 
 def _start_ray(num_cpus: int, progress: Progress) -> str:
@@ -233,24 +229,20 @@ def _busy() -> str:
 
 def _join(address: str) -> None:
     if address != "auto":
-        _require_reachable(address)
+        place = re.fullmatch(r"(?:ray://)?\[?([^\s/]+?)\]?:(\d{1,5})", address)
+        if place is None:
+            raise ConfigError(f"{address!r} is not the address of a Ray cluster; give auto, or HOST:PORT of its head.")
+        try:
+            socket.create_connection((place[1], int(place[2])), timeout=_REACH_S).close()
+        except (OSError, OverflowError, UnicodeError) as error:
+            raise ConfigError(
+                f"The Ray cluster at {address} cannot be reached ({error}); give HOST:PORT of its head, as `ray start` "
+                "printed it."
+            ) from error
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, ValueError, RuntimeError, RayError) as error:
         raise ConfigError(f"The Ray cluster at {address} cannot be joined: {_last_line(error)}") from error
-
-
-def _require_reachable(address: str) -> None:
-    place = re.fullmatch(r"(?:ray://)?\[?([^\s/]+?)\]?:(\d{1,5})", address)
-    if place is None:
-        raise ConfigError(f"{address!r} is not the address of a Ray cluster; give auto, or HOST:PORT of its head.")
-    try:
-        socket.create_connection((place[1], int(place[2])), timeout=_REACH_S).close()
-    except (OSError, OverflowError, UnicodeError) as error:
-        raise ConfigError(
-            f"The Ray cluster at {address} cannot be reached ({error}); give HOST:PORT of its head, as `ray start` "
-            "printed it."
-        ) from error
 
 
 @contextmanager
@@ -268,7 +260,16 @@ def _on_serve(file: ServeFile, address: str | None, progress: Progress) -> Itera
         )
     try:
         http = _start_serve(file, joined=joined, progress=progress)
-        _deploy(file, config, progress)
+        pools = " and ".join(f"{config.pool(name).most_replicas} {name}" for name in config.pool_names)
+        progress(f"loading {config.model.source} ({pools})")
+        target = serve.RunTarget(build(config), name, file.application.route_prefix)
+        try:
+            serve.run_many([target], wait_for_applications_running=False)
+            _wait_until_running(name, progress)
+        except (RuntimeError, ValueError, RayServeException, RayError) as error:
+            if isinstance(error, TruespecError):
+                raise
+            raise ConfigError(f"The application did not start: {_last_line(error)}") from error
         yield http
         progress("stopping; requests that run may finish")
         serve.delete(name, _blocking=False)
@@ -296,20 +297,6 @@ def _start_serve(file: ServeFile, *, joined: bool, progress: Progress) -> HttpOp
     if (running.host, running.port) != (http.host, http.port):
         progress(f"Serve runs there already, on port {running.port}; http_options of this file do not count")
     return HttpOptions(host=running.host or http.host, port=running.port)
-
-
-def _deploy(file: ServeFile, config: AppConfig, progress: Progress) -> None:
-    pools = " and ".join(f"{config.pool(name).most_replicas} {name}" for name in config.pool_names)
-    progress(f"loading {config.model.source} ({pools})")
-    application = file.application
-    target = serve.RunTarget(build(config), application.name, application.route_prefix)
-    try:
-        serve.run_many([target], wait_for_applications_running=False)
-        _wait_until_running(application.name, progress)
-    except (RuntimeError, ValueError, RayServeException, RayError) as error:
-        if isinstance(error, TruespecError):
-            raise
-        raise ConfigError(f"The application did not start: {_last_line(error)}") from error
 
 
 def _wait_until_running(name: str, progress: Progress) -> None:

@@ -131,7 +131,9 @@ def run_demo(
     for number in range(1, _ROUNDS + 1):
         progress(f"measuring {len(TASKS)} tasks with speculation off and on, round {number} of {_ROUNDS}")
         for task in TASKS:
-            answers[task.name].append(_ask_both(service, task, off_first=number % 2 == 1))
+            ask = partial(service.chat, task.prompt, max_tokens=_MAX_TOKENS, temperature=task.temperature)
+            on_first = ask() if number % 2 == 0 else None
+            answers[task.name].append((ask(speculate=False), on_first or ask()))
     others_cores = others.cores()
     progress("waiting for the answers to be computed again and compared")
     metrics = _wait_for_replay(service)
@@ -208,15 +210,6 @@ def curl_line(service: Service) -> str:
     body = json.dumps({"model": service.model_name, **asked, **settings})
     url = shlex.quote(f"{service.base_url}/v1/{'chat/' if chats else ''}completions")
     return f"curl -N {url} -H 'content-type: application/json' -d {shlex.quote(body)}"
-
-
-def _ask_both(service: Service, task: Task, *, off_first: bool) -> tuple[ChatAnswer, ChatAnswer]:
-    """Return the answer without speculation, and the one with it."""
-    ask = partial(service.chat, task.prompt, max_tokens=_MAX_TOKENS, temperature=task.temperature)
-    if off_first:
-        return ask(speculate=False), ask()
-    on = ask()
-    return ask(speculate=False), on
 
 
 def _speed(name: str, pairs: Sequence[tuple[ChatAnswer, ChatAnswer]]) -> dict[str, Any]:

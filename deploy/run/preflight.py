@@ -7,11 +7,10 @@ fault names its field and the fix.
 import importlib.util
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ from serve_app.http.access.access import read_token
 from serve_app.http.access.keys import read_keys
 from serve_app.referee.records.signatures import SigningKey
 from serve_app.text.tokenizer import Tokenizer
-from speculative.config import EngineConfig, why_no_triton
+from speculative.config import EngineConfig, WeightsName, why_no_triton
 from speculative.drafting.draft_model import drafted_ids
 from speculative.drafting.weights import longest_sequence
 from speculative.errors import ConfigError, TruespecError
@@ -43,10 +42,6 @@ _GIB = 2**30
 _WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "fp8": 1.0, "w4a8": 20 / 32}
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _MOST_SHARED = 4  # times the cores: beyond it a replica hardly progresses; below, it is slow, with a warning
-_DRAFTERS: Mapping[str, Callable[[Path], Any]] = {
-    "draft_model": ModelConfig.from_folder,
-    "eagle3": Eagle3Config.from_folder,
-}
 
 
 @dataclass(slots=True)
@@ -98,8 +93,7 @@ def check_machine(config: AppConfig, machine: Machine, fetch: Progress | None = 
             network, and read every weight.
     """
     found = Preflight()
-    _check_environment(config, found)
-    _check_processors(config, machine, found)
+    _check_machine_has(config, machine, found)
     if fetch is not None:
         found.require_servable()
     for setting, source in config.sources.items():
@@ -169,15 +163,16 @@ def _hint_at_gpus(config: AppConfig, num_gpus: float, place: str, found: Preflig
         )
 
 
-def _check_environment(config: AppConfig, found: Preflight) -> None:
-    """Optional packages that the configuration needs, and files that the replicas read."""
+def _check_machine_has(config: AppConfig, machine: Machine, found: Preflight) -> None:
+    """Optional packages, files that the replicas read, cores and GPUs. Pools may ask for more cores in total than there
+    are: they share them, with a warning."""
     otlp, traced = "opentelemetry.exporter.otlp.proto.http", config.observability.traces_endpoint is not None
-    for setting, asked, package, extra in (
+    for setting, needed, package, extra in (
         ("engine.kind", config.engine.kind == "vllm", "vllm", "vllm"),
         ("handoff.transport", config.handoff.transport == "nixl", "nixl", "nixl"),
         ("observability.traces_endpoint", traced, otlp, "tracing"),
     ):
-        if asked and not _is_installed(package):
+        if needed and not _is_installed(package):
             found.fault(
                 setting,
                 f"needs {package}, which is not installed: pip install -e '.[{extra}]' in the checkout, or change it.",
@@ -190,17 +185,6 @@ def _check_environment(config: AppConfig, found: Preflight) -> None:
         with found.reading(setting):
             if file is not None:
                 read(Path(file))
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # of a package around it
-        return False
-
-
-def _check_processors(config: AppConfig, machine: Machine, found: Preflight) -> None:
-    """Cores and GPUs. Pools may request more cores in total than exist: they share them, with a warning."""
     for name in config.pool_names:
         num_cpus = config.pool(name).num_cpus
         if num_cpus > _MOST_SHARED * machine.num_cpus:
@@ -223,6 +207,13 @@ def _check_processors(config: AppConfig, machine: Machine, found: Preflight) -> 
             "or set it to 0 to run on the CPU.",
         )
     _hint_at_gpus(config, len(machine.gpu_bytes), "this machine", found)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of a package around it
+        return False
 
 
 def _check_tokenizer(config: AppConfig, found: Preflight) -> None:
@@ -253,7 +244,11 @@ def _check_model(config: AppConfig, machine: Machine, found: Preflight) -> None:
             longest = longest_sequence(model, engine)
             if drafter is not None:
                 with found.reading("drafter.model"):
-                    _check_drafter(config.drafter.kind, drafter, folder, model, longest)
+                    if config.drafter.kind == "draft_model":
+                        drafted_ids(drafter, folder, longest)
+                    else:
+                        Eagle3Config.from_folder(drafter).for_target(model)
+                        read_held_out_rates(drafter)
         if engine.quantization not in ("auto", engine.dtype) or rounded_form(folder) == "fp8":
             for kind in ("cpu", "cuda"):
                 with found.reading("engine.quantization"):
@@ -262,26 +257,12 @@ def _check_model(config: AppConfig, machine: Machine, found: Preflight) -> None:
         _check_memory(config, engine, model, machine, found)
 
 
-def _check_drafter(kind: str, folder: Path, target: Path, model: ModelConfig, longest: int) -> None:
-    """Refuse a drafter that is none of its kind, or of another model."""
-    drafter = _DRAFTERS[kind](folder)
-    if kind != "draft_model":
-        drafter.for_target(model)
-        read_held_out_rates(folder)
-        return
-    drafted_ids(folder, target)
-    if drafter.max_position_embeddings < longest:
-        raise ConfigError(
-            f"{folder} has {drafter.max_position_embeddings} positions, and requests may have {longest}; set "
-            f"engine.max_model_len to {drafter.max_position_embeddings}, or take another draft model."
-        )
-
-
 def _check_memory(
     config: AppConfig, engine: EngineConfig, model: ModelConfig, machine: Machine, found: Preflight
 ) -> None:
     """Weights and KV caches that no memory holds. Activations and libraries, which come on top, are not counted."""
     num_weights = sum(map(_num_weights, found.folders.values()))
+    is_fp8 = engine.quantization == "fp8" or rounded_form(found.folders["model.source"]) == "fp8"
     token_bytes = model.kv_shape.num_values * _DTYPE_BYTES[engine.dtype]
     on_cpus = sum(config.pool(name).least_replicas for name in config.pools_on("cpu"))
     # A fraction of a GPU only matters to Ray's scheduling, and does not limit memory.
@@ -290,7 +271,11 @@ def _check_memory(
         (on_gpus, max(machine.gpu_bytes, default=0), "one GPU", True),
         (on_cpus, machine.memory_bytes, "this machine", False),
     ):
-        form = _smallest_form(engine, found.folders["model.source"], uses_gpu=uses_gpu)
+        form: WeightsName = engine.dtype
+        if is_fp8:
+            form = "fp8"
+        elif not uses_gpu and engine.dtype != "float32" and engine.quantization != engine.dtype:
+            form = "w4a8" if engine.quantization == "auto" else engine.quantization  # the smallest it may become
         read = form if form == "fp8" else engine.dtype  # a checkpoint is read before a CPU packs it
         plain, kept = (_WEIGHT_BYTES[one] * num_weights for one in (read, form))
         # A GPU's cache is as large as it can be.
@@ -309,16 +294,6 @@ def _check_memory(
                 f"{num_tokens} tokens take {cache / _GIB:.1f} GiB beside weights of {kept / _GIB:.1f} GiB on each of "
                 f"{replicas:d} replicas, and {here}; set it well below {most}, or take fewer replicas.",
             )
-
-
-def _smallest_form(engine: EngineConfig, folder: Path, *, uses_gpu: bool) -> str:
-    """Return what takes the fewest bytes among the forms that weights may have once loaded: four bits on a CPU unless
-    configured otherwise."""
-    if engine.quantization == "fp8" or rounded_form(folder) == "fp8":
-        return "fp8"
-    if uses_gpu or engine.quantization == engine.dtype or engine.dtype == "float32":
-        return engine.dtype
-    return "w4a8" if engine.quantization == "auto" else engine.quantization
 
 
 def _num_weights(folder: Path) -> int:

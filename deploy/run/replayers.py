@@ -77,33 +77,21 @@ class EngineReplayer:
         return await self._backend.start()
 
     async def replay(self, request: Request) -> Replayed:
-        backend = self._backend
         try:
-            return await backend.replay(request)
+            return await self._backend.replay(request)
         except EngineFault:
-            await self._restart(backend)
+            async with self._restarting:
+                try:
+                    self._backend.check_health()
+                except EngineFault:  # it has stopped for good, and no other request has had it loaded again
+                    _logger.error("the engine stopped, and is loaded again")
+                    await self._backend.stop()
+                    self._backend = _backend(self._options)
+                    await self._backend.start()
             raise
-
-    async def _restart(self, broken: Backend) -> None:
-        """Load the model again where the engine has stopped for good."""
-        async with self._restarting:
-            if self._backend is not broken or _is_well(broken):
-                return
-            _logger.error("the engine stopped, and is loaded again")
-            await broken.stop()
-            self._backend = _backend(self._options)
-            await self._backend.start()
 
     async def stop(self) -> None:
         await self._backend.stop()
-
-
-def _is_well(backend: Backend) -> bool:
-    try:
-        backend.check_health()
-    except EngineFault:
-        return False
-    return True
 
 
 def _backend(options: ReplayerOptions) -> Backend:

@@ -33,34 +33,30 @@ def file_or_model(given: str) -> Path | str:
     Raises:
         ConfigError: it is neither; the message says what it is, and what to give instead.
     """
-    try:
-        return _file_or_model(given)
-    except (OSError, ValueError) as error:  # no permission, too long a name, letters that no path has
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{given} cannot be read: {reason}; let this user read it, or give another path.") from error
-
-
-def _file_or_model(given: str) -> Path | str:
     from speculative.config import models_folder  # not for commands that name no model
     from speculative.model.catalogue import CATALOGUE
 
-    if url := _HUB_URL.fullmatch(given):
-        raise ConfigError(f"{given} is a page of the hub; give the model's id: {url[1]}.")
-    path = Path(given).expanduser()
-    if found := shipped(given):
-        return found
-    if path.is_dir():
-        return _folder(given, path)
-    if path.exists():
-        return _file(given, path)
-    if path.is_symlink():
-        raise ConfigError(f"{given} is a link to {path.readlink()}, which is not there; give another path.")
-    is_path = given.startswith((".", "/", "~")) or path.suffix in (".yaml", ".yml", ".json", *_WEIGHTS)
-    if given in CATALOGUE or (models_folder() / given / "config.json").is_file():
-        return given
-    if HUB_ID.fullmatch(given) and not is_path:
-        return given
-    raise ConfigError(_missing(given, path, is_path=is_path))
+    try:
+        if url := _HUB_URL.fullmatch(given):
+            raise ConfigError(f"{given} is a page of the hub; give the model's id: {url[1]}.")
+        path = Path(given).expanduser()
+        if found := shipped(given):
+            return found
+        if path.is_dir():
+            return _folder(given, path)
+        if path.exists():
+            return _file(given, path)
+        if path.is_symlink():
+            raise ConfigError(f"{given} is a link to {path.readlink()}, which is not there; give another path.")
+        is_path = given.startswith((".", "/", "~")) or path.suffix in (".yaml", ".yml", ".json", *_WEIGHTS)
+        if given in CATALOGUE or (models_folder() / given / "config.json").is_file():
+            return given
+        if HUB_ID.fullmatch(given) and not is_path:
+            return given
+        raise ConfigError(_missing(given, path, is_path=is_path))
+    except (OSError, ValueError) as error:  # no permission, too long a name, letters that no path has
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{given} cannot be read: {reason}; let this user read it, or give another path.") from error
 
 
 def _folder(given: str, path: Path) -> str:

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import yaml
 
 from serve_app.backends.vllm_parts.settings import SIZES
-from serve_app.config.app_config import AppConfig, PoolSection, RouterSection
+from serve_app.config.app_config import RouterSection
 from serve_app.config.base import Section
 from serve_app.config.serve_file import HttpOptions, ServeFile
 from speculative.errors import ConfigError
@@ -57,16 +57,11 @@ def _section(section: type[Section], values: Mapping[str, Any]) -> Iterator[str]
                 _yaml({name: default}).replace(" null", "").splitlines() if mark else _yaml({name: value}).splitlines()
             )
         elif isinstance(value, list):
-            written = [f"{name}:", *(line for one in value for line in _entry(inner, one))]
+            of_each = (enumerate(_section(inner, one)) for one in value)
+            written = [f"{name}:", *(f"{'  ' if number else '- '}{line}" for one in of_each for number, line in one)]
         else:
             written = [f"{name}:", *(f"  {line}" for line in _section(inner, value or {}))]
         yield from (f"{mark}{line}" for line in written)
-
-
-def _entry(section: type[Section], values: Mapping[str, Any]) -> Iterator[str]:
-    """The lines of a section as an entry of a list."""
-    for number, line in enumerate(_section(section, values)):
-        yield f"{'  ' if number else '- '}{line}"
 
 
 def _section_in(annotation: Any) -> type[Section] | None:
@@ -87,26 +82,6 @@ def chart_values(file: ServeFile) -> str:
         ConfigError: a pool has what is set in another way there, or the chart does not have it.
     """
     config = file.application.effective_args
-    _check_chart_has(config)
-    args = config.model_dump(exclude_unset=True, exclude={"pools"})
-    values: dict[str, Any] = {"config": args}
-    if config.engine.kind == "vllm":
-        del args["engine"]["kind"]  # the chart sets it
-        given = dict(config.vllm.engine_args)
-        values["vllm"] = {"enabled": True} | {
-            ours: given.pop(theirs) for theirs, ours in _CHART_ARGUMENTS.items() if theirs in given
-        }
-        given.pop(_EXECUTOR, None)  # the default
-        args["vllm"] = args.get("vllm", {}) | {"engine_args": given}
-    values["pools"] = {name: _chart_pool(name, config.pool(name)) for name in config.pool_names}
-    if fetched := [name for name in dict.fromkeys(config.sources.values()) if name in CATALOGUE]:
-        values["modelCache"] = {"fetch": fetched}
-    if file.http_options.port != HttpOptions().port:
-        values["service"] = {"port": file.http_options.port}
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-
-
-def _check_chart_has(config: AppConfig) -> None:
     for field, source in config.sources.items():
         if source.startswith((".", "~")):
             raise ConfigError(
@@ -132,16 +107,33 @@ def _check_chart_has(config: AppConfig) -> None:
             "recovery.resume is true: remove it in a copy of the file, and set recovery.resume to true if streams are "
             "to outlive their replica."
         )
-
-
-def _chart_pool(name: str, pool: PoolSection) -> dict[str, Any]:
-    for field, instead in (("autoscaling", "autoscaling"), ("label_selector", "nodeSelector")):
-        if getattr(pool, field):
-            raise ConfigError(
-                f"pools.{name}.{field} cannot become a value of the chart, which has its own way: remove it in a copy "
-                f"of the file, and set pools.{name}.{instead} in a values file."
-            )
-    return {"replicas": pool.replicas, "cpus": _whole(pool.num_cpus), "gpus": _whole(pool.num_gpus)}
+    for name in config.pool_names:
+        for field, instead in (("autoscaling", "autoscaling"), ("label_selector", "nodeSelector")):
+            if getattr(config.pool(name), field):
+                raise ConfigError(
+                    f"pools.{name}.{field} cannot become a value of the chart, which has its own way: remove it in a "
+                    f"copy of the file, and set pools.{name}.{instead} in a values file."
+                )
+    args = config.model_dump(exclude_unset=True, exclude={"pools"})
+    values: dict[str, Any] = {"config": args}
+    if config.engine.kind == "vllm":
+        del args["engine"]["kind"]  # the chart sets it
+        given = dict(config.vllm.engine_args)
+        values["vllm"] = {"enabled": True} | {
+            ours: given.pop(theirs) for theirs, ours in _CHART_ARGUMENTS.items() if theirs in given
+        }
+        given.pop(_EXECUTOR, None)  # the default
+        args["vllm"] = args.get("vllm", {}) | {"engine_args": given}
+    pools = {name: config.pool(name) for name in config.pool_names}
+    values["pools"] = {
+        name: {"replicas": pool.replicas, "cpus": _whole(pool.num_cpus), "gpus": _whole(pool.num_gpus)}
+        for name, pool in pools.items()
+    }
+    if fetched := [name for name in dict.fromkeys(config.sources.values()) if name in CATALOGUE]:
+        values["modelCache"] = {"fetch": fetched}
+    if file.http_options.port != HttpOptions().port:
+        values["service"] = {"port": file.http_options.port}
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def _whole(number: float) -> float | int:

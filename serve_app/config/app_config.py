@@ -34,7 +34,6 @@ from serve_app.config.base import (
 )
 from serve_app.config.scaling import AutoscalingSection
 from speculative.config import (
-    CPU_CACHE_TOKENS,
     MAX_DRAFTS,
     DrafterConfig,
     DrafterSettings,
@@ -540,15 +539,6 @@ class AppConfig(Section):
             )
 
     def _engine_errors(self) -> Iterator[FieldError]:
-        max_len, room = self.engine.max_model_len, self.engine.kv_cache_tokens
-        if self.pools_on("cpu") and room is None and self.engine.kind != "vllm":
-            room = CPU_CACHE_TOKENS
-        if max_len is not None and room is not None and max_len > room:
-            yield FieldError(
-                "engine.kv_cache_tokens",
-                f"must hold at least one sequence of engine.max_model_len ({max_len}) tokens, got {room}; "
-                "raise it or lower max_model_len.",
-            )
         if self.engine.kind != "vllm" and self.vllm.lora_modules:
             yield FieldError(
                 "vllm.lora_modules",
@@ -566,6 +556,8 @@ class AppConfig(Section):
             return
         try:
             config = self.engine_config(self.pool_names[0])
+            if self.engine.kind == "torch" and self.pools_on("cpu"):
+                config.on_cpu()  # whose cache has a size by then
             if self.engine.kind == "vllm":
                 check_settings(config, self.vllm.engine_args)
                 check_lora(self.vllm_settings(self.pool_names[0]), self.model.served_name)

@@ -56,13 +56,7 @@ class DecoderDraftModel:
         Raises:
             ConfigError: its vocabulary is not the target's, or it has too few positions.
         """
-        num_drafted = drafted_ids(folder, target_folder)
-        positions = ModelConfig.from_folder(folder).max_position_embeddings
-        if positions < max_model_len:
-            raise ConfigError(
-                f"drafter.model {folder} has {positions} positions, but max_model_len is {max_model_len}; "
-                f"set max_model_len to {positions}, or take another draft model."
-            )
+        num_drafted = drafted_ids(folder, target_folder, max_model_len)
         device, kernels = target.device, target.kernels
         name = str(dtype).removeprefix("torch.")
         weights = choose_weights("auto", folder, dtype=name, device=device, kernels=kernels)
@@ -86,18 +80,26 @@ class DecoderDraftModel:
         return logits if self.ids is None else logits[:, : len(self.ids)].contiguous()
 
 
-def drafted_ids(folder: Path, target_folder: Path) -> int | None:
+def drafted_ids(folder: Path, target_folder: Path, max_model_len: int) -> int | None:
     """Return the number of ids that a draft model may draft, which are those of tokens that both have; None = all.
 
     Args:
         folder: the draft model's.
         target_folder: the target's.
+        max_model_len: tokens of the longest sequence that is drafted for.
 
     Raises:
-        ConfigError: they have other tokens, or are padded differently and have no tokenizer.json to compare.
+        ConfigError: they have other tokens, or are padded differently and have no tokenizer.json to compare; or it has
+            too few positions.
     """
     both = (folder, target_folder)
-    sizes = [ModelConfig.from_folder(one).vocab_size for one in both]
+    models = [ModelConfig.from_folder(one) for one in both]
+    if (positions := models[0].max_position_embeddings) < max_model_len:
+        raise ConfigError(
+            f"drafter.model {folder} has {positions} positions, and requests may have {max_model_len}; set "
+            f"max_model_len to {positions}, or take another draft model."
+        )
+    sizes = [one.vocab_size for one in models]
     tokenizers = [read_if_there(one / "tokenizer.json") for one in both]
     tokens = [(one.get("model") or {}).get("vocab") for one in tokenizers]
     known = all(tokens)

@@ -76,16 +76,16 @@ def longest_sequence(model: ModelConfig, config: EngineConfig) -> int:
     """Tokens of the longest sequence that an engine takes.
 
     Raises:
-        ConfigError: max_model_len is more than the model or the KV cache has room for.
+        ConfigError: max_model_len is more than the model has positions.
     """
-    longest = min(model.max_position_embeddings, config.kv_cache_tokens or model.max_position_embeddings)
-    wanted = config.max_model_len or longest
-    if wanted > longest:
+    positions = model.max_position_embeddings
+    if config.max_model_len is None:
+        return min(positions, config.kv_cache_tokens or positions)
+    if config.max_model_len > positions:
         raise ConfigError(
-            f"max_model_len is {wanted}, but the model has {model.max_position_embeddings} positions and the KV cache "
-            f"holds {config.kv_cache_tokens} tokens; lower max_model_len or raise kv_cache_tokens."
+            f"max_model_len is {config.max_model_len}, but the model has {positions} positions; lower max_model_len."
         )
-    return wanted
+    return config.max_model_len
 
 
 def check_same_model(folder: Path, served: ModelConfig) -> None:

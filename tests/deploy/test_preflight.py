@@ -108,7 +108,7 @@ def test_a_template_of_another_model_is_refused_on_either_engine(
         ),
         (
             {"drafter": {"kind": "draft_model", "model": "{short}"}},
-            r"drafter\.model: .* has 64 positions, and requests may have 512; set engine\.max_model_len to 64",
+            r"drafter\.model: .* has 64 positions, and requests may have 512; set max_model_len to 64",
         ),
         ({"handoff": {"transport": "nixl"}}, r"handoff\.transport: needs nixl, which is not installed: pip install"),
     ],

@@ -94,7 +94,6 @@ def test_every_fault_is_reported_at_once_by_the_command_in_its_own_process_too(t
         "pools.decode.gpus",
         "config.replay.sample_rate",
         "config.engine.kv_cache_tokens",
-        "config.engine.kv_cache_tokens",
     ]
     done = run_config_check(job(config(engine=engine)), tmp_path)
     assert (done.returncode, done.stdout + done.stderr) == (status, output)

@@ -304,7 +304,7 @@ def test_a_draft_model_that_cannot_be_is_refused(target: Path, tmp_path: Path) -
     with pytest.raises(ConfigError, match=r"drafter\.model"):
         DrafterConfig(kind="draft_model")
     short = write_tiny_model(tmp_path / "short", vocab_size=VOCABULARY, max_position_embeddings=64)
-    with pytest.raises(ConfigError, match=r"model .* 64 positions, but max_model_len is \d+; set max_model_len"):
+    with pytest.raises(ConfigError, match=r"model .* 64 positions, and requests may have \d+; set max_model_len"):
         tiny_engine(target, drafter=draft_model(short))
     engine = tiny_engine(target, drafter=draft_model(short), max_model_len=64)
     assert texts(engine, requests(dataclasses.replace(GREEDY, max_tokens=8)))
