@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from speculative.draft_tree import rows_of_levels
 from speculative.drafters import read_options, registered
-from speculative.lookup.suffix import SuffixOptions
 from speculative.options import OptionError, Options, SomeOptions, option
 
 _log = logging.getLogger("truespec.config")
@@ -50,6 +49,13 @@ class DrafterSettings(Options):
         4, "Draft tokens a round; the most when `length` is `dynamic`.", least=1, most=MAX_DRAFTS
     )
     length: Literal["static", "dynamic"] = option("static", "`dynamic` drafts as many tokens as pay, 0 included.")
+    suffix_first: int = option(
+        0,
+        "Drafters with weights and `dynamic` length: where a passage that the sequence repeats promises more, "
+        "draft up to so many tokens of it in the model's place; 0 = none.",
+        least=0,
+        most=MAX_DRAFTS,
+    )
     tree: tuple[int, ...] = ()
 
 
@@ -95,7 +101,7 @@ class DrafterConfig(DrafterSettings):
         if (rows := self.rows_of_drafts[-1]) > MAX_DRAFTS:
             rule = f"must have at most {MAX_DRAFTS} drafts a round, those of all levels; it has {rows}."
             raise OptionError("drafter.tree", rule)
-        if self.max_repeated and not (has_weights and self.length == "dynamic"):
+        if self.suffix_first and not (has_weights and self.length == "dynamic"):
             raise OptionError("drafter.suffix_first", f"{_OF_WEIGHTS}, of dynamic length; set it to 0 for others.")
 
     def options_of(self, options: type[SomeOptions]) -> SomeOptions:
@@ -105,7 +111,7 @@ class DrafterConfig(DrafterSettings):
     @property
     def max_drafts(self) -> int:
         """The most tokens that one round drafts one behind the other for a sequence."""
-        return 0 if self.kind == "none" else max(self.num_draft_tokens, self.max_repeated)
+        return 0 if self.kind == "none" else max(self.num_draft_tokens, self.suffix_first)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -120,12 +126,7 @@ class DrafterConfig(DrafterSettings):
     @property
     def max_rows(self) -> int:
         """The most rows of a step that a sequence's drafts take."""
-        return 0 if self.kind == "none" else max(self.rows_of_drafts[-1], self.max_repeated)
-
-    @property
-    def max_repeated(self) -> int:
-        """The most tokens of a repeated passage that are drafted in a model's place."""
-        return self.options_of(SuffixOptions).suffix_first
+        return 0 if self.kind == "none" else max(self.rows_of_drafts[-1], self.suffix_first)
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ class EngineConfig(EngineSettings):
             raise OptionError("kv_cache_tokens", longest + "raise it or lower max_model_len.")
         if (room or 0) % self.block_size:
             raise OptionError("kv_cache_tokens", f"must be a multiple of block_size ({self.block_size}).")
-        longest = "suffix_first" if self.drafter.max_repeated > self.drafter.num_draft_tokens else "num_draft_tokens"
+        longest = "suffix_first" if self.drafter.suffix_first > self.drafter.num_draft_tokens else "num_draft_tokens"
         least = self.max_num_seqs * (1 + self.drafter.max_rows)
         if self.max_batched_tokens < least:
             drafts = f"the {self.drafter.max_rows} drafts of a tree" if self.drafter.tree else longest

@@ -26,13 +26,6 @@ class SuffixOptions(Options):
     suffix_max_tokens: int = option(
         65536, "`suffix`: tokens of past outputs that are kept; 0 looks only into the sequence itself.", least=0
     )
-    suffix_first: int = option(
-        0,
-        "Drafters with weights and `dynamic` length: where a passage that the sequence repeats promises more, "
-        "draft up to so many tokens of it in the model's place; 0 = none.",
-        least=0,
-        most=64,
-    )
 
     def check(self) -> None:
         """The shortest suffix is no longer than the longest."""

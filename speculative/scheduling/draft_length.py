@@ -331,4 +331,4 @@ def make_draft_length(config: DrafterConfig, stats: StepStats | None = None) -> 
     """The configured policy."""
     if config.length != "dynamic":
         return DraftLength()
-    return DynamicLength(config.num_draft_tokens, config.max_repeated, config.widths, stats)
+    return DynamicLength(config.num_draft_tokens, config.suffix_first, config.widths, stats)

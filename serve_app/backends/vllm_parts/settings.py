@@ -175,7 +175,7 @@ def _check_drafter(drafter: DrafterConfig) -> None:
             "drafter.length must be static for drafter.kind suffix with engine.kind vllm, which drafts as far as the "
             "match promises; remove it."
         )
-    if drafter.max_repeated:
+    if drafter.suffix_first:
         raise ConfigError(
             "drafter.suffix_first cannot be set for engine.kind vllm: it has one drafter at a time. Remove it."
         )

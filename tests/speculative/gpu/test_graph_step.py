@@ -17,7 +17,6 @@ from speculative.gpu.logit_edits import FOLLOWED, EditSizes, LogitEdits
 from speculative.gpu.memory import graph_bytes
 from speculative.gpu.paged_attention import AttentionSizes
 from speculative.gpu.verify_graph import Extras
-from speculative.lookup.suffix import SuffixOptions
 from speculative.request import FinishReason, Request, SamplingParams
 from speculative.state.batch import Entry
 from tests.support.engines import Answer, decoder_of, load_engine, run, settings, tiny_engine
@@ -195,7 +194,7 @@ def test_passages_that_are_longer_than_a_models_drafts_take_no_room_of_q(
     drafter = dataclasses.replace(drafters["eagle3"], length="dynamic")
     plain, repeating = (
         tiny_engine(target, cuda_graphs=True, drafter=one, max_batched_tokens=128)
-        for one in (drafter, dataclasses.replace(drafter, options=(SuffixOptions(suffix_first=12),)))
+        for one in (drafter, dataclasses.replace(drafter, suffix_first=12))
     )
     assert plain.parts.graphs is not None and repeating.parts.graphs is not None
     assert repeating.parts.graphs.buckets.largest.num_queries == 13

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from speculative.config import DrafterConfig
-from speculative.drafters import read_options
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError
 from speculative.request import Request, SamplingParams, Structure
@@ -156,8 +155,7 @@ def test_it_belongs_to_models_of_dynamic_length(changes: dict[str, Any]) -> None
 
 def test_the_longest_draft_is_the_longer_of_both() -> None:
     config = DrafterConfig.of(kind="eagle3", model="m", num_draft_tokens=3, length="dynamic", suffix_first=10)
-    shorter = dataclasses.replace(config, options=read_options(suffix_first=2))
-    assert (config.max_drafts, shorter.max_drafts) == (10, 3)
+    assert (config.max_drafts, dataclasses.replace(config, suffix_first=2).max_drafts) == (10, 3)
     assert isinstance(make_draft_length(config), DynamicLength)
 
 
