@@ -31,7 +31,7 @@ from speculative.gpu.step_requests import LastRequests, StepRequests
 from speculative.gpu.target_graph import GraphRunner, TargetPass
 from speculative.gpu.verify_graph import JudgedRows, VerifyGraph
 from speculative.model.decoder import Decoder
-from speculative.model.layers import LayerOps, use_layer_ops
+from speculative.model.layers import use_layer_ops
 from speculative.sampling.draft_probs import PointMass
 from speculative.state.batch import Batch, Entry, Int64s, StepInput, StepOutcome, build_step_input, merge_outcomes
 from speculative.state.kv_cache import KVCache
@@ -97,7 +97,7 @@ class GraphStep:
         self._check_memory(decoder, sizes)
         self.buffers = GraphBuffers.make(decoder, self.buckets, self._draft_model)
         attend = operators.attend(sizes)
-        use_layer_ops(decoder, operators.layers if decoder.config.has_llama_shape else LayerOps())
+        use_layer_ops(decoder, operators.layers)
         paged = PagedCache(cache, room, attend)
         target = TargetPass(decoder, paged, self.buffers, drafter.capture, self.capturer)
         prompts = PromptPass(

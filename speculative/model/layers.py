@@ -184,7 +184,9 @@ class FusibleLayer(nn.Module):
 
 
 def use_layer_ops(model: nn.Module, ops: LayerOps) -> None:
-    """Let a whole model compute with these operations from here on."""
+    """Let a whole model compute with these operations from here on, or with torch's if it is not of Llama's shape."""
+    layers = (module for module in model.modules() if isinstance(module, DecoderLayer))
+    ops = ops if all(layer.has_llama_shape for layer in layers) else LayerOps()
     for module in model.modules():
         if isinstance(module, FusibleLayer):
             module.ops = ops
@@ -293,7 +295,7 @@ class DecoderLayer(FusibleLayer):
         self.attention = Attention(config, kind=kind, fp8=fp8, dtype=dtype, device=device)
         self.mlp_norm, self.mlp_out_norm = norm("before", feeds_fp8=fp8), norm("behind")
         self.mlp = MLP(config, fp8=fp8, dtype=dtype, device=device)
-        self._multiplier = config.form.residual_multiplier
+        self._multiplier, self.has_llama_shape = config.form.residual_multiplier, config.has_llama_shape
 
     def forward(
         self, hidden: Tensor, normed: Rows, rotation: Rotation, attend: Attend, layer: int

@@ -127,13 +127,14 @@ def test_fp8_weights(
     assert_same(*on_both(scene, load, capture_beforehand=True))
 
 
-@pytest.mark.parametrize("family", ["olmo2"])
-def test_models_of_another_shape_than_llamas(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "kind"), [("olmo2", "draft_model"), ("olmo2", "eagle3")])
+def test_models_of_another_shape_than_llamas(family: str, kind: str, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model", family, vocab_size=64, num_hidden_layers=4)
-    drafter = DrafterConfig(kind="eagle3", model=str(write_tiny_head(tmp_path / "head", folder)), num_draft_tokens=3)
+    drafter = folder if kind == "draft_model" else write_tiny_head(tmp_path / "head", folder)
 
     def load(**changes: Any) -> EngineCore:
-        config = settings(max_num_seqs=4, drafter=drafter, self_check_sample_rate=1.0, **changes)
+        own = DrafterConfig.of(kind=kind, model=str(drafter), num_draft_tokens=3)
+        config = settings(max_num_seqs=4, drafter=own, self_check_sample_rate=1.0, **changes)
         return load_engine(folder, config, make_constraint=lambda _: Alternating())
 
     assert_same(*on_both(lambda load: answers(load(), MIXED), load))

@@ -77,6 +77,7 @@ def drafters(model: Path) -> dict[str, DrafterConfig]:
         "suffix": DrafterConfig(kind="suffix", num_draft_tokens=3),
         "draft_model": DrafterConfig(kind="draft_model", model=str(model), num_draft_tokens=3),
         "eagle3": DrafterConfig(kind="eagle3", model=str(model.parent / "head"), num_draft_tokens=3),
+        "tree": DrafterConfig(kind="eagle3", model=str(model.parent / "head"), num_draft_tokens=2, tree=(2, 2)),
     }
 
 
@@ -93,7 +94,8 @@ def test_it_is_of_another_shape_and_a_head_reads_what_enters_its_layers(model: P
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 def test_every_drafter(model: Path, expected: list[tuple[list[int], Tensor]], captured: bool) -> None:
     for name, drafter in drafters(model).items():
-        answers = answer_all(tiny_engine(model, drafter=drafter, cuda_graphs=captured), requests())
+        own = {"verifier": "coupled"} if drafter.tree else {"cuda_graphs": captured}  # which draws from no trees
+        answers = answer_all(tiny_engine(model, drafter=drafter, **own), requests())
         assert_right(answers, expected)
         if name == "draft_model":
             assert all(answer.num_accepted == answer.num_drafted > 0 for answer in answers.values()), "it is the target"
