@@ -37,7 +37,7 @@ from speculative.model.eagle3 import Eagle3Config, Eagle3Head
 from speculative.model.rotary import Rope
 from speculative.request import Request, SamplingParams
 
-_LLAMA: dict[str, Any] = {"architecture": "LlamaForCausalLM", "rms_norm_eps": 1e-5, "rope": Rope(5e5)}
+_LLAMA: dict[str, Any] = {"architecture": "LlamaForCausalLM", "rms_norm_eps": 1e-5}
 _SMALL = {"num_layers": 30, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "tie_word_embeddings": True}
 _LARGE = {"num_layers": 32, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "tie_word_embeddings": False}
 _TINY = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "tie_word_embeddings": True}
@@ -78,7 +78,7 @@ def loads(shape: str) -> list[Load]:
 
 def make_decoder(shape: str, device: torch.device) -> Decoder:
     """A decoder with random weights."""
-    config = ModelConfig(**_LLAMA, **SHAPES[shape], eos_token_ids=(2,))
+    config = ModelConfig(**_LLAMA, **SHAPES[shape], rope=Rope.plain(5e5, SHAPES[shape]["head_dim"]), eos_token_ids=(2,))
     decoder = Decoder(config, dtype=torch.bfloat16, device=device).eval()
     torch.manual_seed(0)
     _fill_randomly(decoder)

@@ -116,7 +116,7 @@ class ModelConfig:
     @property
     def has_llama_shape(self) -> bool:
         """Whether fused layers, packed weights and captured steps compute it; others run by torch's operators."""
-        return not self.kinds and self.form == Form() and self.rope.share == 1
+        return not self.kinds and self.form == Form() and 2 * len(self.rope.frequencies) == self.head_dim
 
     def kind(self, layer: int) -> LayerKind:
         """The kind of a layer."""

@@ -55,7 +55,7 @@ class Decoder(FusibleLayer):
             self.lm_head.weight = self.embedding
         ropes = list(dict.fromkeys((config.rope, *(kind.rope for kind in kinds if kind.rope))))
         longest = config.max_position_embeddings
-        self.rotaries = nn.ModuleList(Rotary(rope, config.head_dim, longest, device=device) for rope in ropes)
+        self.rotaries = nn.ModuleList(Rotary(rope, longest, device=device) for rope in ropes)
         self._rotary_of = [ropes.index(kind.rope or config.rope) for kind in kinds]
         self.packed: Kind | None = None  # how our CPU kernels have the weights, where they have them
         self.fused: FusedLayers | None = None  # all layers at once, where they are packed for it

@@ -30,7 +30,7 @@ def is_derived(path: Path, name: str, tensor: Tensor, config: ModelConfig) -> bo
         return tensor.numel() == 1
     if not name.endswith((_FREQUENCIES, *_TABLES)):
         return False
-    if not _follows(name, tensor, config.rope.frequencies(config.head_dim)):
+    if not _follows(name, tensor, torch.tensor(config.rope.frequencies)):
         raise ConfigError(
             f"{path}: tensor {name} is not what the rotary settings of config.json give; correct `rope_theta`, "
             "`rope_parameters` or `rope_scaling` there, or if these are right, remove the tensor, which nothing reads."

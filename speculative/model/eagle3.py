@@ -220,7 +220,7 @@ class Eagle3Head(FusibleLayer):
         self.attention = Attention(shape, input_size=2 * hidden_size, dtype=dtype, device=device)
         self.mlp = MLP(shape, dtype=dtype, device=device)
         self.lm_head = Linear(hidden_size, config.draft_vocab_size, bias=False, dtype=dtype, device=device)
-        self.rotary = Rotary(shape.rope, shape.head_dim, shape.max_position_embeddings, device=device)
+        self.rotary = Rotary(shape.rope, shape.max_position_embeddings, device=device)
         self.owns_embedding = embedding is None
         if embedding is None:
             self.embedding: Tensor = nan_parameter(shape.vocab_size, hidden_size, dtype=dtype, device=device)

@@ -1,14 +1,12 @@
 """Rotary position embedding (Su et al., 2021): what config.json says of it, its frequencies, and their rotation.
 
-Frequencies are computed in transformers' order of operations. A scaling gets `spread`, theta^(2i / size), and gives
-radians a position.
+Frequencies are computed in transformers' order of operations.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,128 +19,31 @@ _ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True, slots=True)
-class LinearScaling:
-    """All positions drawn together by a factor."""
-
-    factor: float
-    kind: ClassVar[str] = "linear"
-    attention_factor: ClassVar[float] = 1.0
-
-    def frequencies(self, spread: Tensor, theta: float) -> Tensor:
-        """Divide all frequencies."""
-        del theta
-        return 1.0 / spread / self.factor
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3Scaling:
-    """The stretching of Llama 3.1: long wavelengths by `factor`, short ones not at all, and a blend between."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-    kind: ClassVar[str] = "llama3"
-    attention_factor: ClassVar[float] = 1.0
-
-    def frequencies(self, spread: Tensor, theta: float) -> Tensor:
-        """Divide those of long wavelengths."""
-        del theta
-        frequencies = 1.0 / spread
-        wavelengths = 2 * math.pi / frequencies
-        context, low, high = self.original_max_position_embeddings, self.low_freq_factor, self.high_freq_factor
-        share = (context / wavelengths - low) / (high - low)
-        blended = (1 - share) * frequencies / self.factor + share * frequencies
-        stretched = torch.where(wavelengths > context / low, frequencies / self.factor, blended)
-        return torch.where(wavelengths < context / high, frequencies, stretched)
-
-
-@dataclass(frozen=True, slots=True)
-class YarnScaling:
-    """YaRN (Peng et al., 2023): stretched from `beta_slow` turns in the original context down, not above `beta_fast`.
-
-    `attention_factor` multiplies cosines and sines. `truncate`: the bounds of the blend are whole dimensions.
-    """
-
-    factor: float
-    original_max_position_embeddings: int
-    attention_factor: float
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    kind: ClassVar[str] = "yarn"
-
-    def frequencies(self, spread: Tensor, theta: float) -> Tensor:
-        """Blend stretched and plain frequencies along the dimensions."""
-        size = 2 * len(spread)
-        turns = (
-            self.original_max_position_embeddings / (2 * math.pi * beta) for beta in (self.beta_fast, self.beta_slow)
-        )
-        low, high = (size * math.log(count) / (2 * math.log(theta)) for count in turns)
-        if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, size - 1)
-        width = high - low or 0.001
-        kept = 1 - ((torch.arange(size // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
-        return 1.0 / (self.factor * spread) * (1 - kept) + 1.0 / spread * kept
-
-
-@dataclass(frozen=True, slots=True)
-class LongRopeScaling:
-    """LongRoPE (Ding et al., 2024) within the original context: a factor for each frequency.
-
-    Beyond it transformers rotates the whole sequence by other factors, which keys in a cache cannot follow.
-    """
-
-    short_factor: tuple[float, ...]
-    original_max_position_embeddings: int
-    attention_factor: float
-    kind: ClassVar[str] = "longrope"
-
-    def frequencies(self, spread: Tensor, theta: float) -> Tensor:
-        """Divide each by its own factor."""
-        del theta
-        return 1.0 / (torch.tensor(self.short_factor, dtype=torch.float32) * spread)
-
-
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
-
-
-@dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary settings. `share`: of a head's dimensions, the first of which are rotated."""
+    """A rotation of heads.
+
+    theta: of the frequencies before they are scaled. frequencies: radians a position, for each pair of a head's first
+    dimensions. amplitude: of cosines and sines. most_positions: that it is right for.
+    """
 
     theta: float
-    scaling: RopeScaling | None = None
-    share: float = 1.0
+    frequencies: tuple[float, ...]
+    amplitude: float = 1.0
+    most_positions: float = math.inf
 
-    def size(self, head_dim: int) -> int:
-        """Dimensions that are rotated."""
-        return int(head_dim * self.share)
+    @classmethod
+    def plain(cls, theta: float, size: int) -> "Rope":
+        """Rotate a head's first `size` dimensions, without scaling."""
+        return _rope(theta, 1.0 / _spread(theta, size))
 
-    def frequencies(self, head_dim: int) -> Tensor:
-        """Radians a position, [size/2] float32."""
-        size = self.size(head_dim)
-        spread = self.theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
-        return 1.0 / spread if self.scaling is None else self.scaling.frequencies(spread, self.theta)
 
-    @property
-    def amplitude(self) -> float:
-        """Multiplier of cosines and sines."""
-        return 1.0 if self.scaling is None else self.scaling.attention_factor
+def _rope(theta: float, frequencies: Tensor, amplitude: float = 1.0, most_positions: float = math.inf) -> Rope:
+    return Rope(theta, tuple(frequencies.tolist()), amplitude, most_positions)
 
-    @property
-    def most_positions(self) -> float:
-        """Positions that it is right for."""
-        is_long = isinstance(self.scaling, LongRopeScaling)
-        return self.scaling.original_max_position_embeddings if is_long else math.inf  # type: ignore[union-attr]
 
-    def as_json(self) -> dict[str, Any]:
-        """Return it as `rope_parameters` say it."""
-        scaling = {"rope_type": "default"}
-        if self.scaling is not None:
-            scaling = {"rope_type": self.scaling.kind, **asdict(self.scaling)}
-        return {**scaling, "rope_theta": self.theta}
+def _spread(theta: float, size: int) -> Tensor:
+    """theta^(2i / size), [size/2] float32."""
+    return theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
 
 
 class Rotary(nn.Module):
@@ -150,10 +51,10 @@ class Rotary(nn.Module):
 
     table: Tensor  # [P, 2, size/2] float32; cosines, sines
 
-    def __init__(self, rope: Rope, head_dim: int, num_positions: int, *, device: torch.device) -> None:
+    def __init__(self, rope: Rope, num_positions: int, *, device: torch.device) -> None:
         super().__init__()
         positions = torch.arange(num_positions, dtype=torch.float32)
-        angles = torch.outer(positions, rope.frequencies(head_dim))  # [P, size/2]
+        angles = torch.outer(positions, torch.tensor(rope.frequencies))  # [P, size/2]
         table = torch.stack((angles.cos(), angles.sin()), dim=1) * rope.amplitude
         self.register_buffer("table", table.to(device), persistent=False)
 
@@ -215,16 +116,15 @@ def rope_of(settings: Json, file: ConfigFile, head_dim: int, *, theta: float = 1
     if kind != "default" and kind not in _SCALINGS:
         known = ", ".join(("default", *_SCALINGS))
         raise UnsupportedModel(f"config.json: `rope_type` is {kind!r}, this engine knows {known}; {FIX}.")
-    rope = Rope(given.number("rope_theta", theta), share=share)
-    if not 0 < rope.size(head_dim) <= head_dim or rope.size(head_dim) % 2:
+    theta, size = given.number("rope_theta", theta), int(head_dim * share)
+    if not 0 < size <= head_dim or size % 2:
         raise UnsupportedModel(
-            f"config.json: `head_dim` is {head_dim}, of which {rope.size(head_dim)} dimensions are rotated: pairs "
-            f"need an even number; {FIX}."
+            f"config.json: `head_dim` is {head_dim}, of which {size} dimensions are rotated: pairs need an even "
+            f"number; {FIX}."
         )
     if kind == "default":
-        return rope
-    positions = file.size("max_position_embeddings")
-    return Rope(rope.theta, _SCALINGS[kind](given, positions, rope.size(head_dim) // 2), share)
+        return Rope.plain(theta, size)
+    return _SCALINGS[kind](given, theta, _spread(theta, size), file.size("max_position_embeddings"))
 
 
 def ropes_by_type(
@@ -254,44 +154,58 @@ def ropes_by_type(
     return ropes
 
 
-def _read_llama3(given: ConfigFile, positions: int, num_frequencies: int) -> Llama3Scaling:
-    del num_frequencies
-    low, high = given.number("low_freq_factor"), given.number("high_freq_factor")
+def _linear(given: ConfigFile, theta: float, spread: Tensor, positions: int) -> Rope:
+    """All positions drawn together by a factor."""
+    del positions
+    return _rope(theta, 1.0 / spread / given.number("factor"))
+
+
+def _llama3(given: ConfigFile, theta: float, spread: Tensor, positions: int) -> Rope:
+    """The stretching of Llama 3.1: long wavelengths by a factor, short ones not at all, and a blend between."""
+    factor, low, high = (given.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
     if low > high:
         raise ConfigError(
             f"config.json: `low_freq_factor` is {low}, above `high_freq_factor`, {high}; take the file from its source."
         )
-    return Llama3Scaling(given.number("factor"), low, high, _original(given, positions))
+    context, frequencies = _original(given, positions), 1.0 / spread
+    wavelengths = 2 * math.pi / frequencies
+    share = (context / wavelengths - low) / (high - low)
+    blended = (1 - share) * frequencies / factor + share * frequencies
+    stretched = torch.where(wavelengths > context / low, frequencies / factor, blended)
+    return _rope(theta, torch.where(wavelengths < context / high, frequencies, stretched))
 
 
-def _read_yarn(given: ConfigFile, positions: int, num_frequencies: int) -> YarnScaling:
-    del num_frequencies
-    original = _original(given, positions)
+def _yarn(given: ConfigFile, theta: float, spread: Tensor, positions: int) -> Rope:
+    """YaRN (Peng et al., 2023): stretched below `beta_slow` turns in the original context, not above `beta_fast`."""
+    original, size = _original(given, positions), 2 * len(spread)
     factor = given.number_or_null("factor") or positions / original
+    betas = given.number_or_null("beta_fast") or 32.0, given.number_or_null("beta_slow") or 1.0
+    low, high = (size * math.log(original / (2 * math.pi * beta)) / (2 * math.log(theta)) for beta in betas)
+    if given.flag("truncate", True):  # the bounds of the blend are whole dimensions
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    kept = 1 - ((torch.arange(size // 2, dtype=torch.float32) - low) / (high - low or 0.001)).clamp(0, 1)
+
+    def magnitude(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
     mscale, all_dim = given.number_or_null("mscale"), given.number_or_null("mscale_all_dim")
-    usual = _yarn_magnitude(factor, 1.0)
-    if mscale and all_dim:
-        usual = _yarn_magnitude(factor, mscale) / _yarn_magnitude(factor, all_dim)
-    return YarnScaling(
-        factor=factor,
-        original_max_position_embeddings=original,
-        attention_factor=given.number_or_null("attention_factor") or usual,
-        beta_fast=given.number_or_null("beta_fast") or 32.0,
-        beta_slow=given.number_or_null("beta_slow") or 1.0,
-        truncate=given.flag("truncate", True),
-    )
+    usual = magnitude(mscale) / magnitude(all_dim) if mscale and all_dim else magnitude(1.0)
+    frequencies = 1.0 / (factor * spread) * (1 - kept) + 1.0 / spread * kept
+    return _rope(theta, frequencies, given.number_or_null("attention_factor") or usual)
 
 
-def _yarn_magnitude(factor: float, scale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+def _longrope(given: ConfigFile, theta: float, spread: Tensor, positions: int) -> Rope:
+    """LongRoPE (Ding et al., 2024) within the original context: a factor for each frequency.
 
-
-def _read_longrope(given: ConfigFile, positions: int, num_frequencies: int) -> LongRopeScaling:
+    Beyond it transformers rotates the whole sequence by other factors, which keys in a cache cannot follow. vLLM takes
+    those for all sequences of an engine that may be longer, which computes another model for those that are not.
+    """
     original = _original(given, positions)
     factor = given.number_or_null("factor") or positions / original
     usual = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    attention_factor = given.number_or_null("attention_factor") or usual
-    return LongRopeScaling(given.numbers("short_factor", num_frequencies), original, attention_factor)
+    factors = torch.tensor(given.numbers("short_factor", len(spread)), dtype=torch.float32)
+    return _rope(theta, 1.0 / (factors * spread), given.number_or_null("attention_factor") or usual, original)
 
 
 def _original(given: ConfigFile, positions: int) -> int:
@@ -299,11 +213,6 @@ def _original(given: ConfigFile, positions: int) -> int:
     return ConfigFile({_ORIGINAL: given.get(_ORIGINAL, positions)}).size(_ORIGINAL)
 
 
-_SCALINGS: Mapping[str, Callable[[ConfigFile, int, int], RopeScaling]] = MappingProxyType(
-    {
-        "linear": lambda given, *_: LinearScaling(given.number("factor")),
-        "llama3": _read_llama3,
-        "yarn": _read_yarn,
-        "longrope": _read_longrope,
-    }
+_SCALINGS: Mapping[str, Callable[[ConfigFile, float, Tensor, int], Rope]] = MappingProxyType(
+    {"linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
 )

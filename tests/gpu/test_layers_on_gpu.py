@@ -46,10 +46,11 @@ def test_rotations_are_torchs(
 ) -> None:
     torch.manual_seed(0)
     num_heads, num_kv_heads, head_dim = heads
-    config = ModelConfig("LlamaForCausalLM", 16, 64, 64, 1, *heads, 1e-5, Rope(1e4), 512, qk_norm=qk_norm)
+    rope = Rope.plain(1e4, head_dim)
+    config = ModelConfig("LlamaForCausalLM", 16, 64, 64, 1, *heads, 1e-5, rope, 512, qk_norm=qk_norm)
     attention, rotary = (
         Attention(config, dtype=dtype, device=cuda),
-        Rotary(config.rope, config.head_dim, 512, device=cuda),
+        Rotary(config.rope, 512, device=cuda),
     )
     if attention.qk_norm is not None:
         attention.qk_norm.weight.copy_(torch.randn_like(attention.qk_norm.weight))

@@ -71,7 +71,7 @@ def markov_decoder(next_token: Tensor | Sequence[int], *, eos: tuple[int, ...] =
     vocab_size = len(table)
     config = ModelConfig(
         architecture="LlamaForCausalLM", vocab_size=vocab_size, hidden_size=vocab_size, intermediate_size=2,
-        num_layers=num_layers, num_heads=1, num_kv_heads=1, head_dim=2, rms_norm_eps=1e-12, rope=Rope(10000.0),
+        num_layers=num_layers, num_heads=1, num_kv_heads=1, head_dim=2, rms_norm_eps=1e-12, rope=Rope.plain(10000.0, 2),
         max_position_embeddings=512, eos_token_ids=eos,
     )  # fmt: skip
     decoder = Decoder(config, dtype=torch.float32, device=torch.device("cpu"))

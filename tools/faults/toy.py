@@ -191,7 +191,7 @@ def tiny_weights(vocab_size: int = 64, *, seed: int = 1, own_drafts: bool = Fals
         num_kv_heads=1,
         head_dim=16,
         rms_norm_eps=1e-6,
-        rope=Rope(10000.0),
+        rope=Rope.plain(10000.0, 16),
         max_position_embeddings=512,
         eos_token_ids=(EOS,),
     )

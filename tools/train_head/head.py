@@ -27,7 +27,7 @@ def draft_vocabulary(counts: np.ndarray[Any, np.dtype[np.int64]], size: int, alw
 
 
 def llama_layer(model: ModelConfig) -> ModelConfig:
-    """One Llama layer of a model's sizes, rotated as the model is."""
+    """One Llama layer of a model's sizes, rotated by its theta."""
     return ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=model.vocab_size,
@@ -38,7 +38,7 @@ def llama_layer(model: ModelConfig) -> ModelConfig:
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         rms_norm_eps=model.rms_norm_eps,
-        rope=model.rope if model.rope.share == 1 else Rope(model.rope.theta),
+        rope=Rope.plain(model.rope.theta, model.head_dim),
         max_position_embeddings=model.max_position_embeddings,
     )
 
@@ -111,7 +111,6 @@ def save_head(head: Eagle3Head, folder: Path, held_out: Mapping[str, Sequence[fl
 
 def _layer_json(shape: ModelConfig) -> dict[str, Any]:
     """What config.json says of a Llama layer; the inverse of `ModelConfig.from_json`, as far as a head needs it."""
-    rope = shape.rope.as_json()
     return {
         "model_type": "llama",
         "hidden_size": shape.hidden_size,
@@ -122,8 +121,8 @@ def _layer_json(shape: ModelConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "rms_norm_eps": shape.rms_norm_eps,
         "rope_theta": shape.rope.theta,
-        "rope_parameters": rope,
-        "rope_scaling": rope if shape.rope.scaling is not None else None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope.theta},
+        "rope_scaling": None,
         "max_position_embeddings": shape.max_position_embeddings,
         "attention_bias": shape.qkv_bias,
         "mlp_bias": shape.mlp_bias,

@@ -12,7 +12,7 @@ from speculative.gpu.prompt_graph import prompt_sizes
 from speculative.model.config import ModelConfig
 from speculative.model.rotary import Rope
 
-LLAMA_8B = ModelConfig("LlamaForCausalLM", 128_256, 4096, 14336, 32, 32, 8, 128, 1e-5, Rope(5e5), 131_072)
+LLAMA_8B = ModelConfig("LlamaForCausalLM", 128_256, 4096, 14336, 32, 32, 8, 128, 1e-5, Rope.plain(5e5, 128), 131_072)
 BUCKETS = Buckets.of(64, 4)
 NUM_ROWS = 64 * 5
 MATRIX = NUM_ROWS * LLAMA_8B.vocab_size * 4  # in float32

@@ -165,10 +165,11 @@ def test_rotation_and_storing(
     triton: LayerOps, heads: tuple[int, int, int], qk_norm: bool, num_rows: int, dtype: torch.dtype
 ) -> None:
     """Every third row stands for nothing: all of them go to one slot, and what is there means nothing."""
-    config = ModelConfig("LlamaForCausalLM", 16, 64, 64, 2, *heads, 1e-5, Rope(1e4), 512, qk_norm=qk_norm)
+    rope = Rope.plain(1e4, heads[2])
+    config = ModelConfig("LlamaForCausalLM", 16, 64, 64, 2, *heads, 1e-5, rope, 512, qk_norm=qk_norm)
     attention, rotary = (
         Attention(config, dtype=dtype, device=CPU),
-        Rotary(config.rope, config.head_dim, 512, device=CPU),
+        Rotary(config.rope, 512, device=CPU),
     )
     if attention.qk_norm is not None:
         attention.qk_norm.weight.copy_(drawn(*attention.qk_norm.weight.shape, dtype=dtype, seed=3))

@@ -63,7 +63,7 @@ def _own_head(weights: Weights) -> None:
 
 
 def _frequencies(weights: Weights) -> None:
-    frequencies = Rope(10000.0).frequencies(16)
+    frequencies = torch.tensor(Rope.plain(10000.0, 16).frequencies)
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = frequencies.bfloat16()
     weights["model.rotary_emb.inv_freq"] = frequencies.half()
     angles = torch.outer(torch.arange(128.0), frequencies).repeat(1, 2)
@@ -255,7 +255,7 @@ REFUSED = {
     "a mask": _refused("self_attn.bias", torch.ones(1, 1, 8, 8), r"unexpected tensor .*self_attn\.bias"),
     "other frequencies": _refused(
         "self_attn.rotary_emb.inv_freq",
-        Rope(500.0).frequencies(16),
+        torch.tensor(Rope.plain(500.0, 16).frequencies),
         r"model\.safetensors: tensor .*inv_freq is not what the rotary settings",
     ),
     "other cosines": _refused(

@@ -8,6 +8,7 @@ import pytest
 
 from speculative.errors import ConfigError, UnsupportedModel
 from speculative.model.config import ModelConfig
+from speculative.model.rotary import Rope
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -38,7 +39,7 @@ def test_what_a_silent_config_means(tmp_path: Path) -> None:
     model = read(tmp_path, LLAMA)
     assert (model.num_kv_heads, model.head_dim, model.rope.theta, model.rms_norm_eps) == (4, 16, 10000.0, 1e-6)
     assert {model.tie_word_embeddings, model.qkv_bias, model.o_bias, model.mlp_bias, model.qk_norm} == {False}
-    assert (model.bos_token_id, model.eos_token_ids, model.rope.scaling) == (None, (), None)
+    assert (model.bos_token_id, model.eos_token_ids, model.rope) == (None, (), Rope.plain(10000.0, 16))
 
 
 def test_every_file_names_stop_tokens(tmp_path: Path) -> None:
