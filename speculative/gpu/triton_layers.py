@@ -207,7 +207,7 @@ class TritonLayerOps(LayerOps):
         assert isinstance(attend, CacheAttention), "keys and values are stored by the kernel that rotates them"
         keys, values = attend.cache.data[layer].unbind(0)
         query = rotate_and_store(heads, attention, rotation, attend.slots, keys, values)
-        return attend.attend_stored(layer, query)
+        return attend.attend_stored(layer, query, attention.scores)
 
 
 def rotate_and_store(

@@ -48,6 +48,6 @@ def arithmetic_of(decoder: Decoder) -> Arithmetic:
     rounding = ""
     if decoder.packed is None:
         rounding = "torch's products round by the size of the batch"
-    elif decoder.config.head_dim % 16 != 0 or not decoder.config.has_llama_shape:
+    elif decoder.config.head_dim % 16 != 0:
         rounding = "torch's attention rounds by the size of the batch, and heads of this size need it"
     return Arithmetic("cpu", "", rounding, f"{found.name} {torch_name} {decoder.packed}")

@@ -166,8 +166,7 @@ class NativeStep:
         """Implement `StepAttention`; computed in float32 whatever the query's type."""
         self.shape.num_heads = query.shape[1]
         heads = (_packed_heads(query), _packed_heads(key), _packed_heads(value))
-        rule = (scores.window or 0, scores.scale or 0.0, scores.cap or 0.0)
-        return self.kernels.attend(self.shape, self.struct, self.cache, layer, heads, rule).to(query.dtype)
+        return self.kernels.attend(self.shape, self.struct, self.cache, layer, heads, scores.numbers).to(query.dtype)
 
 
 def cache_shape(cache: KVCache) -> ShapeStruct:

@@ -27,6 +27,11 @@ class ScoreRule:
     cap: float | None = None
     scale: float | None = None
 
+    @property
+    def numbers(self) -> tuple[int, float, float]:
+        """Window, scale and cap as our CPU kernels take them; 0 = none."""
+        return self.window or 0, self.scale or 0.0, self.cap or 0.0
+
 
 PLAIN = ScoreRule()
 
@@ -115,8 +120,9 @@ class ModelConfig:
 
     @property
     def has_llama_shape(self) -> bool:
-        """Whether fused layers, packed weights and captured steps compute it; others run by torch's operators."""
-        return not self.kinds and self.form == Form() and 2 * len(self.rope.frequencies) == self.head_dim
+        """Whether fused layers compute it, on CPUs and in captured steps; others run by torch's operators."""
+        rotated_alike = all(kind.rope == self.rope for kind in self.kinds)
+        return self.form == Form() and rotated_alike and 2 * len(self.rope.frequencies) == self.head_dim
 
     def kind(self, layer: int) -> LayerKind:
         """The kind of a layer."""

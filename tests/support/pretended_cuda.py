@@ -674,7 +674,7 @@ class _LayerOps:
             rotate_and_store,
             *(heads, *rotation, attend.slots, stored, *weights),
         )
-        return attend.attend_stored(layer, query)
+        return attend.attend_stored(layer, query, attention.scores)
 
 
 # -- tensors --------------------------------------------------------------------------------------------------------

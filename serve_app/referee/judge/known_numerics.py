@@ -24,8 +24,6 @@ from speculative.model.forms import ROUNDED_FORMS, form_wanted, quantization_of,
 
 _logger = logging.getLogger("truespec.referee")
 
-_WITHOUT_RULES = ("llama", "mistral", "phi3", "qwen2", "qwen3")  # families whose scores are neither capped nor scaled
-
 
 class _Checkpoint(NamedTuple):
     """The facts about a checkpoint: as `rounded_form` and `quantization_of` say, and whether CPUs repeat its rows."""
@@ -113,8 +111,7 @@ class KnownNumerics:
             return None
         shape = read_json(folder / "config.json")
         head_dim = shape.get("head_dim") or shape.get("hidden_size", 1) // (shape.get("num_attention_heads") or 1)
-        plain = shape.get("model_type") in _WITHOUT_RULES and not shape.get("sliding_window")
-        repeats = head_dim % 16 == 0 and plain  # what the CPU kernels' attention needs
+        repeats = head_dim % 16 == 0  # what the CPU kernels' attention needs
         return _Checkpoint(rounded_form(folder), quantization_of(folder), repeats)
 
 

@@ -75,4 +75,5 @@ def _struct(layer: nn.Module) -> LayerStruct:
         output=output,
         gate_up=gate_up,
         down=down,
+        scores=layer.attention.scores.numbers,
     )

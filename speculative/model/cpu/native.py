@@ -120,6 +120,7 @@ class NativeAttention(Attention):
             head_norm=None if self.qk_norm is None else self.qk_norm.weight.data_ptr(),
             qkv=self.qkv_proj.struct,
             output=self.o_proj.struct,
+            scores=self.scores.numbers,
         )
 
     def forward(self, rows: Rows, rotary: tuple[Tensor, Tensor], attend: Attend, layer: int) -> Tensor:

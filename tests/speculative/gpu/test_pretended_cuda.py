@@ -127,8 +127,8 @@ def test_fp8_weights(
     assert_same(*on_both(scene, load, capture_beforehand=True))
 
 
-@pytest.mark.parametrize(("family", "kind"), [("olmo2", "draft_model"), ("olmo2", "eagle3")])
-def test_models_of_another_shape_than_llamas(family: str, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "kind"), [("gemma2", "draft_model"), ("olmo2", "eagle3"), ("phi3", "draft_model")])
+def test_models_of_other_families(family: str, kind: str, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model", family, vocab_size=64, num_hidden_layers=4)
     drafter = folder if kind == "draft_model" else write_tiny_head(tmp_path / "head", folder)
 
