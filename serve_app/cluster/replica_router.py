@@ -88,8 +88,8 @@ def reported_blocks(names: Iterable[bytes]) -> bytes:
     return b"".join(name[:_NAME_BYTES] for name in newest)
 
 
-def _short_names(reported: bytes) -> frozenset[int]:
-    return frozenset(struct.unpack(f"<{len(reported) // _NAME_BYTES}Q", reported))
+def _short_names(reported: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(reported) // _NAME_BYTES}Q", reported)
 
 
 class PrefixBook:
@@ -111,7 +111,7 @@ class PrefixBook:
         self._backlog[replica] = backlog
         known = self._reported.get(replica)
         if known is None or known[0] != reported:
-            self._reported[replica] = (reported, _short_names(reported))
+            self._reported[replica] = (reported, frozenset(_short_names(reported)))
 
     def keep_only(self, replicas: Iterable[str]) -> None:
         """Forget replicas that are gone."""
@@ -161,10 +161,9 @@ class PrefixBook:
                 return (index + 1) * self._block_size
         return 0
 
-    def _names(self, token_ids: Sequence[int], scope: str) -> list[int]:
+    def _names(self, token_ids: Sequence[int], scope: str) -> tuple[int, ...]:
         chain = block_chain(token_ids, self._block_size, of=scope)
-        reported = b"".join(name[:_NAME_BYTES] for name in chain)
-        return list(struct.unpack(f"<{len(reported) // _NAME_BYTES}Q", reported))
+        return _short_names(b"".join(name[:_NAME_BYTES] for name in chain))
 
 
 class _Calls:

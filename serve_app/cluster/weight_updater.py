@@ -87,7 +87,7 @@ class WeightUpdater:
         if self._pausing and wanted.paused is None and self._pause_work is not None:
             self._pause_work.cancel()
             self._pause_work = None
-        self._work = self._under_way(self._work, self._converge)
+        self._work = self._under_way(self._work, self._load_and_switch)
         self._pause_work = self._under_way(self._pause_work, self._pause)
 
     async def wait_converged(self) -> None:
@@ -115,18 +115,15 @@ class WeightUpdater:
         except Exception:
             _logger.exception("the wanted weights could not be loaded")
 
-    async def _converge(self) -> None:
-        self._drop_what_nobody_wants()
-        await self._load()
-        await self._switch()
-
-    def _drop_what_nobody_wants(self) -> None:
+    async def _load_and_switch(self) -> None:
         wanted = self._wanted
         numbers = {wanted.serve.number} | ({wanted.load.number} if wanted.load is not None else set())
         if self._loaded is not None and self._loaded.number not in numbers:
             self._backend.drop_weights()
             self._loaded, self._loaded_fingerprint = None, ""
             _logger.warning("dropping the weights loaded last: they are no longer wanted")
+        await self._load()
+        await self._switch()
 
     async def _load(self) -> None:
         target = self._wanted.load or self._wanted.serve

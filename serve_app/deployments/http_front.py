@@ -8,7 +8,7 @@ from typing import Any
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from serve_app.backends.base import ModelInfo, Parsers, TokenSource
+from serve_app.backends.base import ModelInfo, TokenSource
 from serve_app.deployments.runtime import ReplicaRuntime, Reporter
 from serve_app.errors import UnknownReplica
 from serve_app.guard.breaker import Mode
@@ -58,14 +58,34 @@ class HttpFront:
             check_names(self._config.vllm.tool_parser, self._config.vllm.reasoning_parser)
         key_file = self._config.receipts.key_file
         self._signing_key = None if key_file is None else SigningKey(Path(key_file))
-        self._access = self._make_access()
-        self._admin = self._make_admin()
+        keys, keys_file, token_file = None, self._config.access.keys_file, self._config.admin.token_file
+        if keys_file is None:
+            _logger.info("no access.keys_file is set: anyone who can reach this service may use it")
+        else:
+            metrics = runtime.metrics
+
+            def reloaded(well: bool) -> None:
+                metrics.count("truespec_key_file_reloads_total", result="ok" if well else "failed")
+
+            keys = KeyStore(Path(keys_file), reloaded)
+            for result in ("ok", "failed"):
+                metrics.count("truespec_key_file_reloads_total", 0, result=result)
+            _logger.info("%s has %d keys", keys_file, len(keys))
+        self._access = Access(keys, None if token_file is None else read_token(Path(token_file)))
+        self._admin: Admin | None = None
+        if self._access.has_admin:
+            controller, rehearse = runtime.controller, self._rehearse if self._config.guard.rehearsal else None
+            self._admin = Admin(controller.statuses, self._order, controller.weights, rehearse)
 
     def open(self, tokens: TokenSource, records: Records, info: ModelInfo, *, num_engines: int = 1) -> None:
         """Build the front end over a source, which has so many engines behind it."""
         limits, replay = self._config.limits, self._config.replay
         tokenizer = Tokenizer.from_folder(info.folder, self._config.model.chat_template)
-        parsers = self._make_parsers(info.folder)
+        parsers, vllm = None, self._config.vllm
+        if vllm.has_parsers:  # vLLM is imported for them only: a front end needs it for nothing else
+            from serve_app.backends.vllm_parts.parsers import VllmParsers
+
+            parsers = VllmParsers(vllm.tool_parser, vllm.reasoning_parser, info.folder)
         comparable = self._config.engine.logprobs_mode == "raw_logprobs"
         self._checks = Checks(
             lambda reply_id: chosen(reply_id, replay.sample_rate),
@@ -129,13 +149,21 @@ class HttpFront:
         """The HTTP application of this replica; `check_health` raises where it cannot serve."""
         if self._front_end is None:
             raise EngineFault("The replica is not started.")
-        controller = self._runtime.controller
+        controller, engine = self._runtime.controller, self._config.engine
+        model = {
+            "model": self._config.model.source,
+            "served_model_name": self._config.model.served_name,
+            "dtype": f"torch.{engine.dtype}",
+            "max_model_len": engine.max_model_len,
+            "logprobs_mode": engine.logprobs_mode,
+        }
+        settings = {"model_config": model, "weight_transfer_config": {"backend": "folder"}}
         app = build_ingress(
             self._front_end,
             operations=Operations(
                 self.exposition,
                 check_health,
-                self._vllm_routes(),
+                VllmRoutes(settings, controller.weights),
                 self.verdict,
                 controller.responses if self._config.responses.max_mib else None,
             ),
@@ -152,18 +180,6 @@ class HttpFront:
         )
         add_page(app, StatusFeed(self.status, controller.status_history))
         return app
-
-    def _vllm_routes(self) -> VllmRoutes:
-        engine = self._config.engine
-        model = {
-            "model": self._config.model.source,
-            "served_model_name": self._config.model.served_name,
-            "dtype": f"torch.{engine.dtype}",
-            "max_model_len": engine.max_model_len,
-            "logprobs_mode": engine.logprobs_mode,
-        }
-        settings = {"model_config": model, "weight_transfer_config": {"backend": "folder"}}
-        return VllmRoutes(settings, self._runtime.controller.weights)
 
     async def status(self) -> dict[str, Any]:
         """Return what the status page shows of the whole app; the quantization is that of the model as it is served
@@ -184,55 +200,20 @@ class HttpFront:
         await self._reporter.report()
         return await self._runtime.controller.verdict(reply_id)
 
-    def _make_parsers(self, folder: str) -> Parsers | None:
-        """vLLM is imported for them only where they are set: a front end needs it for nothing else."""
-        vllm = self._config.vllm
-        if not vllm.has_parsers:
-            return None
-        from serve_app.backends.vllm_parts.parsers import VllmParsers
+    async def _order(self, wanted: SpeculationOrder) -> Statuses:
+        reported = await self._runtime.controller.order(Mode(wanted.mode), wanted.replica)
+        if reported is None:
+            raise UnknownReplica(f"There is no replica {wanted.replica!r}; GET /admin/speculation lists them.")
+        return reported
 
-        return VllmParsers(vllm.tool_parser, vllm.reasoning_parser, folder)
-
-    def _make_access(self) -> Access:
-        keys_file, token_file = self._config.access.keys_file, self._config.admin.token_file
-        keys = None
-        if keys_file is None:
-            _logger.info("no access.keys_file is set: anyone who can reach this service may use it")
-        else:
-            metrics = self._runtime.metrics
-
-            def reloaded(well: bool) -> None:
-                metrics.count("truespec_key_file_reloads_total", result="ok" if well else "failed")
-
-            keys = KeyStore(Path(keys_file), reloaded)
-            for result in ("ok", "failed"):
-                metrics.count("truespec_key_file_reloads_total", 0, result=result)
-            _logger.info("%s has %d keys", keys_file, len(keys))
-        return Access(keys, None if token_file is None else read_token(Path(token_file)))
-
-    def _make_admin(self) -> Admin | None:
-        if not self._access.has_admin:
-            return None
-
-        controller = self._runtime.controller
-
-        async def order(wanted: SpeculationOrder) -> Statuses:
-            reported = await controller.order(Mode(wanted.mode), wanted.replica)
-            if reported is None:
-                raise UnknownReplica(f"There is no replica {wanted.replica!r}; GET /admin/speculation lists them.")
-            return reported
-
-        async def rehearse(wanted: RehearsalOrder) -> Statuses:
-            reported = await controller.rehearse(wanted.replica)
-            if reported is None:
-                raise UnknownReplica(
-                    "No replica of that name can rehearse now. It must decode, its breaker be closed and in mode auto, "
-                    "and its last rehearsal be over: GET /admin/speculation shows it."
-                )
-            return reported
-
-        rehearsing = rehearse if self._config.guard.rehearsal else None
-        return Admin(controller.statuses, order, controller.weights, rehearsing)
+    async def _rehearse(self, wanted: RehearsalOrder) -> Statuses:
+        reported = await self._runtime.controller.rehearse(wanted.replica)
+        if reported is None:
+            raise UnknownReplica(
+                "No replica of that name can rehearse now. It must decode, its breaker be closed and in mode auto, "
+                "and its last rehearsal be over: GET /admin/speculation shows it."
+            )
+        return reported
 
     def _submit(self, answer: Answer, reply_bytes: str) -> None:
         self._runtime.metrics.count("truespec_replays_requested_total", bytes=reply_bytes)

@@ -167,7 +167,9 @@ class StreamRouter:
         response = workers.stream.remote(requests, dict(emitted), carried(), avoid=avoid)
         try:
             async for streamed in response:
-                self._learn(streamed.fingerprint)
+                if streamed.fingerprint != self._info.fingerprint:  # the worker switched weights: replies name them
+                    self._info = dataclasses.replace(self._info, fingerprint=streamed.fingerprint)
+                    self._front.weights_switched(self._info)
                 yield streamed
         except BackPressureError as error:
             raise EngineOverloaded("All replicas are busy. Retry later.", retry_after_s=1.0) from error
@@ -177,12 +179,6 @@ class StreamRouter:
             raise ReplicaLost(f"a decode replica was lost: {error}") from error
         finally:
             response.cancel()
-
-    def _learn(self, fingerprint: str) -> None:
-        """Update the fingerprint in replies if the worker switched weights."""
-        if fingerprint != self._info.fingerprint:
-            self._info = dataclasses.replace(self._info, fingerprint=fingerprint)
-            self._front.weights_switched(self._info)
 
     async def abort(self, request_id: str) -> None:
         """End one of several choices, wherever it runs."""

@@ -65,7 +65,19 @@ class Canary:
 
     async def ask(self, request: Request) -> tuple[Answer, Checked]:
         """Serve a request of the replica's own, and have it judged."""
-        answer = await self._serve(request)
+        record = self._records.begin(request)
+        try:
+            async with contextlib.aclosing(self._source.stream([request])) as deltas:
+                async for delta in deltas:
+                    if delta.finish_reason is FinishReason.ERROR:
+                        raise EngineFault(delta.error or "the engine gave no reason")
+                    if not is_taken_in(delta):
+                        record.take(delta)
+        finally:
+            self._records.end(request.request_id)
+        answer = record.answer()
+        if answer is None:
+            raise TruespecError("nothing was said")
         return answer, await self._judge(answer) if self._judge is not None else _UNJUDGED
 
     async def try_out(self) -> bool | None:
@@ -107,19 +119,3 @@ class Canary:
             name = f"canary-{uuid.uuid4().hex}-0"
             prompt, adapter, salt = request.prompt_token_ids, request.adapter, request.cache_salt
             yield Request(name, prompt, params, canary=True, adapter=adapter, cache_salt=salt)
-
-    async def _serve(self, request: Request) -> Answer:
-        record = self._records.begin(request)
-        try:
-            async with contextlib.aclosing(self._source.stream([request])) as deltas:
-                async for delta in deltas:
-                    if delta.finish_reason is FinishReason.ERROR:
-                        raise EngineFault(delta.error or "the engine gave no reason")
-                    if not is_taken_in(delta):
-                        record.take(delta)
-        finally:
-            self._records.end(request.request_id)
-        answer = record.answer()
-        if answer is None:
-            raise TruespecError("nothing was said")
-        return answer

@@ -56,6 +56,7 @@ _CORS: dict[str, Any] = {
     "allow_headers": ["*"],
     "expose_headers": ["x-request-id", "retry-after", "warning"],
 }
+_METHODS = {"completions": "POST", "chat/completions": "POST", "responses": "POST", "models": "GET"}  # under /v1
 _CLIENT_CLOSED = 499  # nginx's number; nobody reads it, but access logs do
 
 
@@ -128,7 +129,15 @@ def build_ingress(
 
     @app.api_route("/v1/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
     async def elsewhere(request: Request, path: str) -> Response:
-        return _unserved(request, path)
+        first = path.partition("/")[0]
+        if first in UNSUPPORTED_ENDPOINTS:
+            return _error_response(reply_for(UnsupportedParameter("", f"/v1/{path}: {UNSUPPORTED_ENDPOINTS[first]}")))
+        allowed = _METHODS.get(path)
+        if allowed in (None, request.method):
+            return _error_response(route_error(404, f"There is no {request.method} /v1/{path[:200]} here."))
+        response = _error_response(route_error(405, f"{request.method} is not served here; use {allowed} /v1/{path}."))
+        response.headers["allow"] = allowed
+        return response
 
     return app
 
@@ -344,20 +353,6 @@ def _header_timeout_s(request: Request) -> float | None:
     if not _SECONDS.fullmatch(sent) or float(sent) == 0:
         raise InvalidRequest(_TIMEOUT_HEADER, f"{_TIMEOUT_HEADER} must be a number of seconds above 0.")
     return float(sent)
-
-
-def _unserved(request: Request, path: str) -> Response:
-    """A path under /v1 that is not served: say what is, where a client may have meant something."""
-    first = path.partition("/")[0]
-    if first in UNSUPPORTED_ENDPOINTS:
-        return _error_response(reply_for(UnsupportedParameter("", f"/v1/{path}: {UNSUPPORTED_ENDPOINTS[first]}")))
-    posts = dict.fromkeys(("completions", "chat/completions", "responses"), "POST")
-    allowed = (posts | {"models": "GET"}).get(path)
-    if allowed not in (None, request.method):
-        response = _error_response(route_error(405, f"{request.method} is not served here; use {allowed} /v1/{path}."))
-        response.headers["allow"] = allowed
-        return response
-    return _error_response(route_error(404, f"There is no {request.method} /v1/{path[:200]} here."))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

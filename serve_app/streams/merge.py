@@ -3,8 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -18,35 +17,29 @@ def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]
 
 
 async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    arrived: asyncio.Queue[_Arrival[T]] = asyncio.Queue(maxsize=len(streams))
+    arrived: asyncio.Queue[tuple[T, ...] | Exception] = asyncio.Queue(maxsize=len(streams))  # () = a stream ended
     pumps = [asyncio.create_task(_pump(stream, arrived)) for stream in streams]
     try:
         running = len(pumps)
         while running:
-            arrival = await arrived.get()
-            if arrival.error is not None:
-                raise arrival.error
-            for item in arrival.items:
+            items = await arrived.get()
+            if isinstance(items, Exception):
+                raise items
+            for item in items:
                 yield item
-            running -= not arrival.items
+            running -= not items
     finally:
         for pump in pumps:
             pump.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrival(Generic[T]):
-    items: tuple[T, ...] = ()  # none: the stream ended
-    error: Exception | None = None
-
-
-async def _pump(stream: AsyncGenerator[T, None], arrived: "asyncio.Queue[_Arrival[T]]") -> None:
+async def _pump(stream: AsyncGenerator[T, None], arrived: "asyncio.Queue[tuple[T, ...] | Exception]") -> None:
     try:
         async with aclosing(stream):
             async for item in stream:
-                await arrived.put(_Arrival((item,)))
+                await arrived.put((item,))
     except Exception as error:
-        await arrived.put(_Arrival(error=error))
+        await arrived.put(error)
     else:
-        await arrived.put(_Arrival())
+        await arrived.put(())

@@ -46,11 +46,6 @@ class _Watched:
     waiting: bool = True  # for its first token
 
     @property
-    def replayed(self) -> bool:
-        """Return whether it is to be."""
-        return self.selection is not Selection.NOT_CHECKED
-
-    @property
     def as_computed(self) -> Request:
         """The request, with logprobs where only the referee wants them."""
         if self.selection is not Selection.WITH_LOGPROBS or _asked_for_logprobs(self.request):
@@ -262,7 +257,8 @@ class ObservedSource:
             self._metrics.observe("truespec_request_duration_seconds", entry.last_at - entry.began_at)
         self._records.end(entry.request.request_id)
         if entry.outcome not in (FinishReason.ERROR, "rejected") and entry.request.score_from is None:
-            self._ended(entry.record, entry.replayed or bool(entry.record.broken_limit))
+            is_replayed = entry.selection is not Selection.NOT_CHECKED
+            self._ended(entry.record, is_replayed or bool(entry.record.broken_limit))
 
 
 def _owner(request: Request) -> str:

@@ -214,7 +214,9 @@ class PooledTokenSource:
                 yield delta._replace(**uncounted) if uncounted else delta
             if prefilled.handoff is None:
                 return
-            request, emitted = _after(request, prefilled.deltas)
+            if any(delta.prompt_logprobs is not None for delta in prefilled.deltas):  # they are not returned twice
+                request = dataclasses.replace(request, params=dataclasses.replace(request.params, prompt_logprobs=None))
+            emitted = [token for delta in prefilled.deltas for token in delta.token_ids]
             handoff, replica = prefilled.handoff, prefilled.replica
         while True:
             engine = self._backend
@@ -234,7 +236,10 @@ class PooledTokenSource:
             except HandoffRefused as error:
                 if num_bytes is None:
                     raise
-                self._count_refusal(request.request_id, error)
+                self._metrics.count("truespec_handoffs_total", result="refused")
+                self._metrics.count("truespec_handoff_refusals_total", reason=error.reason)
+                refused = "the handoff of %s was refused; its prompt is computed here: %s"
+                _logger.warning(refused, request.request_id, error)
 
     async def _prefill(self, request: Request, *, first_token: bool) -> Prefilled | None:
         """Ask the prefill pool; None when the local engine is to do it.
@@ -283,11 +288,6 @@ class PooledTokenSource:
         deltas = tuple(delta._replace(request_id=own, prefilled_by=replica) for delta in prefilled.deltas)
         return dataclasses.replace(prefilled, deltas=deltas, attempt=attempt)
 
-    def _count_refusal(self, request_id: str, error: HandoffRefused) -> None:
-        self._metrics.count("truespec_handoffs_total", result="refused")
-        self._metrics.count("truespec_handoff_refusals_total", reason=error.reason)
-        _logger.warning("the handoff of %s was refused; its prompt is computed here: %s", request_id, error)
-
     def _count_handoff(self, request_id: str, num_bytes: int, replica: str) -> None:
         self._metrics.count("truespec_handoffs_total", result="ok")
         self._metrics.count("truespec_handoff_bytes_total", num_bytes)
@@ -302,10 +302,3 @@ def _reason(error: Exception) -> str:
     if isinstance(error, PoolFull):
         return "full"
     return "engine" if isinstance(error, EngineFault) else "died"
-
-
-def _after(request: Request, deltas: Sequence[TokenDelta]) -> tuple[Request, list[int]]:
-    """The request after these deltas, which may have returned its prompt's logprobs, and their tokens."""
-    if any(delta.prompt_logprobs is not None for delta in deltas):
-        request = dataclasses.replace(request, params=dataclasses.replace(request.params, prompt_logprobs=None))
-    return request, [token for delta in deltas for token in delta.token_ids]

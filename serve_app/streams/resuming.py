@@ -244,8 +244,12 @@ class ResumingSource:
         return one.take(streamed.delta)
 
     async def _move(self, left: Sequence[_Progress], replica: str, lost: Exception) -> None:
-        """Prepare what has not ended for another replica, or for the same one if none had begun it. Raises
-        RequestAborted, EngineFault, EngineOverloaded: it may not go elsewhere."""
+        """Prepare what has not ended for another replica, or for the same one if none had begun it.
+
+        Raises:
+            RequestAborted: one of them may not be resumed.
+            EngineFault, EngineOverloaded: likewise, and it was the engine that failed, or none had room.
+        """
         if isinstance(lost, EngineOverloaded) and not any(one.num_lost for one in left):
             raise lost
         unfinished = [one for one in left if not one.ended]
@@ -255,21 +259,7 @@ class ResumingSource:
             if not replica:  # no replica has begun it: it was sent to one that hangs, or there is none now
                 return
             self._silent[replica] = self._clock()
-        await self._resume(unfinished, lost)
-
-    def _to_avoid(self) -> tuple[str, ...]:
-        """Replicas that were recently silent."""
-        self._silent = {name: at for name, at in self._silent.items() if self._clock() < at + _AVOIDED_S}
-        return tuple(self._silent)
-
-    async def _resume(self, left: Sequence[_Progress], lost: Exception) -> None:
-        """Resume requests whose replica was lost.
-
-        Raises:
-            RequestAborted: one of them may not be resumed.
-            EngineFault, EngineOverloaded: likewise, and it was the engine that failed, or none had room.
-        """
-        for one in left:
+        for one in unfinished:
             resumes = one.request.resume and one.num_lost < self._most_resumes
             self._metrics.count("truespec_resumes_total", result="resumed" if resumes else "failed")
             if not resumes and isinstance(lost, EngineFault | EngineOverloaded):
@@ -278,6 +268,11 @@ class ResumingSource:
                 raise RequestAborted(f"{one.request.request_id} ended with its replica: {lost}")
             one.num_lost += 1
             _logger.warning("%s continues on another replica after %d tokens: %s", one.name, len(one.emitted), lost)
-        earlier = max((one.num_lost for one in left), default=1) - 1
+        earlier = max((one.num_lost for one in unfinished), default=1) - 1
         if earlier:
             await asyncio.sleep(self._pause_s * 2 ** (earlier - 1))
+
+    def _to_avoid(self) -> tuple[str, ...]:
+        """Replicas that were recently silent."""
+        self._silent = {name: at for name, at in self._silent.items() if self._clock() < at + _AVOIDED_S}
+        return tuple(self._silent)

@@ -82,7 +82,9 @@ class Access:
         scheme, _, sent = (authorization or "").partition(" ")
         key = sent.strip() if scheme.lower() == "bearer" else ""
         opens = frozenset({Scope.ADMIN, Scope.USER} if self.is_open else {Scope.ADMIN})
-        if self._admin_token is not None and secrets.compare_digest(_bytes(key), self._admin_token):
+        if self._admin_token is not None and secrets.compare_digest(
+            key.encode("utf-8", "surrogateescape"), self._admin_token
+        ):
             return Caller("admin.token_file", opens)
         if self._keys is None:
             return ANYBODY
@@ -99,7 +101,3 @@ def read_token(path: Path) -> str:
     if not token:
         raise ConfigError(f"admin.token_file {path} is empty; put a token into it.")
     return token
-
-
-def _bytes(key: str) -> bytes:
-    return key.encode("utf-8", "surrogateescape")

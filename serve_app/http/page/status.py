@@ -1,6 +1,6 @@
 """The status of the whole app as plain JSON, for the status page; it holds no prompt and no answer."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from serve_app.http.page.health import troubles
@@ -11,12 +11,12 @@ from serve_app.telemetry.metric_names import METRICS, REPLICA_LABEL
 from serve_app.telemetry.metrics import PrometheusSink, Sample
 from speculative.stats import CHECKS
 
-_GAUGES = {
-    "running": "truespec_requests_running",
-    "waiting": "truespec_requests_waiting",
-    "replaying": "truespec_replays_running",
-    "kv_usage": "truespec_kv_cache_usage_ratio",
-    "speculating": "truespec_speculation_enabled",
+_GAUGES = {  # metric -> field of its replica
+    "truespec_requests_running": "running",
+    "truespec_requests_waiting": "waiting",
+    "truespec_replays_running": "replaying",
+    "truespec_kv_cache_usage_ratio": "kv_usage",
+    "truespec_speculation_enabled": "speculating",
 }
 _GROUPS = {  # field -> metric, label
     "requests": ("truespec_requests_total", "outcome"),
@@ -64,7 +64,11 @@ class StatusBook:
     def render(self, overview: Mapping[str, Any]) -> dict[str, Any]:
         """The page's data. overview: replicas, latest replays and incidents, as the referee reports them."""
         samples = self._counted.samples()
-        gauges, latencies = _by_replica(samples), self._history.latencies_by_replica()
+        gauges: dict[str, dict[str, float]] = {}
+        for name, labels, value in samples:
+            if name in _GAUGES:
+                gauges.setdefault(labels[REPLICA_LABEL], {})[_GAUGES[name]] = value
+        latencies = self._history.latencies_by_replica()
         replicas = [
             one | gauges.get(one[REPLICA_LABEL], {}) | latencies.pop(one[REPLICA_LABEL], {})
             for one in overview["replicas"]
@@ -86,15 +90,6 @@ class StatusBook:
             "names": LABEL_NAMES,
             **{field: by_label(samples, *group) for field, group in _GROUPS.items()},
         }
-
-
-def _by_replica(samples: Iterable[Sample]) -> dict[str, dict[str, float]]:
-    fields = {metric: field for field, metric in _GAUGES.items()}
-    found: dict[str, dict[str, float]] = {}
-    for name, labels, value in samples:
-        if name in fields:
-            found.setdefault(labels[REPLICA_LABEL], {})[fields[name]] = value
-    return found
 
 
 def _held_out(samples: list[Sample]) -> dict[str, list[float]]:
