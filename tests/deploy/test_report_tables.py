@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from deploy.reports import html_pages, terminal
-from deploy.reports.model import Cell, Document, ReportSection, ReportTable, Shown
+from deploy.reports.model import Cell, ReportTable
 from tools import markdown
 
 TABLE = ReportTable(
@@ -42,20 +42,3 @@ def test_markdown_keeps_a_row_in_one_line() -> None:
         "| a [b] \\| c | failed | 1,200 |",
         "| d e | passed | 7 |",
     ]
-
-
-def test_a_finding_has_its_example_folded_up() -> None:
-    found = Shown("F1", {"expected": "<1>"}, "the request", {"prompt": "&"}, where="ends")
-    report = Document(
-        "t", Cell("Bad.", "bad"), "a & b", ["note"], [ReportSection("Found", [found]), ReportSection("None", [])]
-    )
-    page = html_pages.page(report)
-    assert (
-        '<h2>Found</h2><div class="card finding"><b class="bad">F1</b> · ends<dl><dt>expected</dt><dd>&lt;1&gt;</dd>'
-        "</dl><details><summary>the request</summary><dl><dt>prompt</dt><dd>&amp;</dd></dl></details></div></main>"
-    ) in page
-    out = io.StringIO()
-    terminal.print_document(report, Console(file=out, width=60, color_system=None))
-    assert out.getvalue().splitlines() == [
-        "Bad.", "note", "", "Found", "F1 (ends)", "  expected  <1>", "  the request:", "    prompt  &"
-    ]  # fmt: skip

@@ -11,7 +11,6 @@ from tests.support.services import MODEL, Service, app_args, deployed, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200)]
 
-COLOURS = ["red", "green", "blue"]
 LOOPING = "one two three one two three one two three one two"
 
 
@@ -155,24 +154,6 @@ def test_prompts_of_one_body_are_all_sent_at_once(disaggregated: Service) -> Non
     reply = disaggregated.completion(prompt=[f"prompt {number}" for number in range(12)], max_tokens=2, temperature=0)
     assert len(reply["choices"]) == 12
     assert 'reason="timeout"' not in disaggregated.metrics_text(), "a prefill was lost, and asked for again"
-
-
-def test_structured_answers_pass_through_the_handoff(disaggregated: Service) -> None:
-    body = {"prompt": "pick", "max_tokens": 40, "temperature": 1.3, "seed": 1}
-    for choice in disaggregated.completion(**body, n=6, structured_outputs={"choice": COLOURS})["choices"]:
-        assert choice["finish_reason"] == "stop"
-        assert choice["text"] in COLOURS
-
-
-def test_a_draft_models_state_travels_with_the_handoff(ray_port: int, tiny_folder: Path) -> None:
-    # The target drafts for itself: one lost or misread row of its state, and a draft would be rejected.
-    drafter = {"kind": "draft_model", "model": str(tiny_folder), "num_draft_tokens": 3}
-    with deployed(ray_port, "drafted", app_args(tiny_folder, "disaggregated", drafter=drafter)) as service:
-        for prompt in ("abc", LOOPING, "long " * 150):
-            details = service.completion(prompt=prompt, max_tokens=30, seed=5, ignore_eos=True)["usage"]
-            assert details["completion_tokens_details"]["rejected_prediction_tokens"] == 0
-            assert details["completion_tokens_details"]["accepted_prediction_tokens"] > 15
-        wait_for(lambda: service.metrics()["handoffs_by_result"] == {"ok": 3}, "counting of handoffs")
 
 
 def test_too_many_requests_are_reported_when_to_come_again(ray_port: int, tiny_folder: Path) -> None:

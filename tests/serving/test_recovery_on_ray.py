@@ -92,15 +92,6 @@ def test_a_service_without_gpus_sees_none_of_its_nodes(routed: Service) -> None:
     assert ray.get([actor.__ray_call__.remote(visible_gpus) for actor in actors]) == [""] * 6
 
 
-def test_a_choice_that_stops_early_is_let_go(routed: Service) -> None:
-    body = {"prompt": LOOPING, "max_tokens": 400, "temperature": 1.0, "seed": 2, "ignore_eos": True}
-    text = routed.completion(**body)["choices"][0]["text"]
-    stop = text[20:24]
-    first, *_ = routed.completion(**body, n=3, stop=stop)["choices"]
-    assert first["finish_reason"] == "stop" and first["text"] == text[: text.index(stop)]
-    wait_for(routed.idle, "return to idle")
-
-
 def test_a_client_that_leaves_frees_what_its_worker_held(routed: Service) -> None:
     with contextlib.closing(stream(routed, prompt="go on", max_tokens=1900, ignore_eos=True)) as choices:
         assert next(choices)["token_ids"]

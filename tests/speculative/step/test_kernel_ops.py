@@ -10,7 +10,7 @@ from speculative.sampling.coupled import largest
 from speculative.sampling.probs import SamplingRows
 from speculative.sampling.rng import gumbel
 from speculative.step.vocabulary_ops import VocabularyOps
-from tests.support.judged_rows import VOCABULARY, generator, scene, step_of
+from tests.support.judged_rows import generator
 from tests.support.vocabulary import CPU_OPS, needs_kernels
 
 pytestmark = needs_kernels
@@ -65,19 +65,3 @@ def test_logits_nothing_is_done_to_are_not_copied_and_not_written_to() -> None:
     filtered = OURS.process(logits, SamplingRows.build([SamplingParams(), SamplingParams(top_k=3)], 50, CPU))
     assert torch.equal(logits, before)
     assert int((filtered[1] > -torch.inf).sum()) == 3
-
-
-def test_where_p_leaves_nothing_beside_q_the_token_comes_from_p() -> None:
-    step = step_of(scene("dense"))
-    certain = torch.zeros(VOCABULARY)
-    certain[7] = 1.0
-    step.probs[0] = step.draft_probs.probs[step.packed[0]] = certain  # type: ignore[union-attr]
-    step.drafts[0] = 8
-    assert OURS.verify_token_wise(step).token_ids[0].item() == 7
-
-
-def test_expected_acceptance_is_the_overlap_over_the_whole_vocabulary() -> None:
-    step = step_of(scene("sub-vocabulary"))
-    found = OURS.verify_token_wise(step)
-    overlap = torch.minimum(step.probs, step.q_at(torch.arange(len(step.drafts)))).sum(dim=-1)
-    torch.testing.assert_close(found.expected_accepted, step.sum_reached(overlap, found.num_accepted))

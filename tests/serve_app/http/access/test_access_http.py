@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from starlette.testclient import TestClient
 
@@ -20,6 +21,7 @@ from serve_app.http.page.page_routes import add_page
 from serve_app.http.routes import Operations, build_ingress
 from serve_app.http.vllm_routes import VllmRoutes
 from serve_app.openai.prepared_request import Limits
+from serve_app.openai.responses.kept_responses import ResponseStore
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from serve_app.text.tokenizer import Tokenizer
 from tests.serve_app.http.access.test_access_keys import file_with
@@ -65,7 +67,8 @@ def make(serve_fake: ServeFake, tmp_path_factory: pytest.TempPathFactory) -> Cal
         sink = PrometheusSink()
         access = Access(KeyStore(path))
         gate = Gate(access, Metrics(sink, model_name="fake", pool="decode"), **options)
-        operations, admin = Operations(exposition, well), Admin(replicas, replicas)
+        operations = Operations(exposition, well, kept=ResponseStore(10**6, 60.0))
+        admin = Admin(replicas, replicas)
         page = StatusFeed(status, status)
         return Guarded(serve_fake(operations=operations, admin=admin, page=page, gate=gate, step_s=0.01), sink)
 
@@ -148,6 +151,27 @@ def test_the_right_key_opens_and_a_refusal_has_openais_form(guarded: Guarded) ->
     assert "admin" in forbidden["message"]
     assert guarded.metric("truespec_refusals_total", reason="unauthenticated") >= 1
     assert guarded.metric("truespec_refusals_total", reason="forbidden") >= 1
+
+
+def test_a_response_is_shown_and_deleted_by_the_key_that_made_it(guarded: Guarded) -> None:
+    own, other = (guarded.served.client(f"secret-{key}") for key in ("user", "one-at-a-time"))
+    response = own.responses.create(model="fake", input="hi")
+    with pytest.raises(openai.NotFoundError) as missing:
+        other.responses.retrieve(response.id)
+    assert missing.value.code == "response_not_found"
+    with pytest.raises(openai.NotFoundError):
+        other.responses.delete(response.id)
+    with pytest.raises(openai.BadRequestError) as unknown:
+        other.responses.create(model="fake", input="hi", previous_response_id=response.id)
+    assert (unknown.value.code, unknown.value.param) == ("previous_response_not_found", "previous_response_id")
+    assert own.responses.retrieve(response.id).to_dict() == response.to_dict()
+    with pytest.raises(openai.BadRequestError, match="whole"):
+        own.responses.retrieve(response.id, stream=True)
+    own.responses.delete(response.id)
+    with pytest.raises(openai.NotFoundError):
+        own.responses.retrieve(response.id)
+    for method in ("GET", "DELETE"):
+        assert httpx.request(method, f"{guarded.served.url}/v1/responses/{response.id}").status_code == 401
 
 
 # ---- limits

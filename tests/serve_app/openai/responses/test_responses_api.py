@@ -9,7 +9,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from serve_app.backends.base import Parsers
-from serve_app.errors import PreviousResponseNotFound, UnknownResponse, UnsupportedParameter
+from serve_app.errors import UnknownResponse, UnsupportedParameter
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
 from serve_app.openai.prepared_request import Limits
@@ -294,7 +294,8 @@ async def test_a_conversation_goes_on_from_a_response(serve: Serve, streams: boo
     prompt = service.prompt()
     assert prompt.index("hi") < prompt.index("first answer") < prompt.index("and then?")
     assert "Be brief." not in prompt  # instructions are of their request alone, as OpenAI has it
-    await service.adapter.delete(first["id"], OWNER)
+    deleted = {"id": first["id"], "object": "response", "deleted": True}
+    assert await service.adapter.delete(first["id"], OWNER) == deleted
     await service.ask(input="and now?", previous_response_id=second["id"])
     prompt = service.prompt()
     assert prompt.index("first answer") < prompt.index("second answer") < prompt.index("and now?")
@@ -319,23 +320,10 @@ async def test_an_item_is_referred_to_by_its_name(serve: Serve) -> None:
     items = [{"role": "user", "content": "hi"}, {"id": message["id"]}, {"role": "user", "content": "more"}]
     await service.ask(input=items)
     assert "assistant\nfirst answer" in service.prompt()
-    for wrong in (message["id"][:-1] + "7", "msg_", "x"):
+    for owner, wrong in ((OWNER, message["id"][:-1] + "7"), (OWNER, "msg_"), (OWNER, "x"), ("key-2", message["id"])):
         with pytest.raises(InvalidRequest, match="no item") as caught:
-            await service.ask(input=[*items[:1], {"type": "item_reference", "id": wrong}])
+            await service.ask(owner, input=[*items[:1], {"type": "item_reference", "id": wrong}])
         assert caught.value.field == "input.1"
-
-
-async def test_one_key_finds_nothing_of_another(serve: Serve) -> None:
-    """Nor may it show or delete it (tests/serve_app/http/test_openai_client.py)."""
-    service = serve(memory=ResponseStore(10**6, 60.0))
-    first = await service.ask(max_output_tokens=3)
-    with pytest.raises(PreviousResponseNotFound) as caught:
-        await service.ask("key-2", previous_response_id=first["id"])
-    assert caught.value.field == "previous_response_id"
-    with pytest.raises(InvalidRequest, match="no item"):
-        await service.ask("key-2", input=[{"type": "item_reference", "id": first["output"][0]["id"]}])
-    deleted = {"id": first["id"], "object": "response", "deleted": True}
-    assert await service.adapter.delete(first["id"], OWNER) == deleted
 
 
 async def test_what_is_not_to_be_kept_or_is_too_large_says_so(serve: Serve) -> None:
