@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from serve_app.backends.base import Replayed
-from serve_app.referee.judge.alternative_checks import ComparedAlternatives
+from serve_app.referee.judge.alternatives import ComparedAlternatives
 from serve_app.referee.judge.answer import Answer
 from serve_app.referee.judge.detectors import SeenToken, distribution_alarm, drifts_of, once, rows_of, why_drifted
 from serve_app.referee.judge.draws import DrawResult, DrawsChecked, DrawTolerance, check_draws, placement_checks
 from serve_app.referee.judge.drift import NoiseFloor, TokenDrift, tme_of
 from serve_app.referee.judge.shift import KnownContexts, contexts_before, contexts_of, moves_of
 from serve_app.referee.judge.tolerance import Tolerance, Tolerances
-from serve_app.referee.judge.verdicts import Checked, Distribution, Verdict
+from serve_app.referee.judge.verdicts import Checked, CheckResult, Distribution, folded
 from speculative.request import SURPRISAL_CLIP_NATS, Request
 from speculative.selfcheck.replayed_draws import DrawCheck
 
@@ -88,53 +88,80 @@ class Judge:
         tokens."""
         if answer.untested:
             replayed = dataclasses.replace(replayed, replayed=None)
-        of_each = [
-            None if logprob is None else TokenDrift.between(logprob, again)
-            for logprob, again in zip(_served(answer), replayed.logprobs, strict=True)
-        ]
-        drifts = [drift for drift in of_each if drift is not None]
-        greedy, of_output = answer.request.params.greedy, of_each[len(answer.prompt_logprobs) :]
+        params, num_prompt = answer.request.params, len(answer.prompt_logprobs)
         tolerance = self._tolerances.between(answer.numerics, replayed.numerics)
+        likeliest = params.temperature < tolerance.cold  # are all that is drawn; greedy ones anyway
         if tolerance not in self._noise:
             self._noise[tolerance] = _Noise(tolerance)
         noise = self._noise[tolerance]
+        drift_tolerance = noise.drift_tolerance
+
+        served = (*answer.prompt_logprobs, *(answer.logprobs or [None] * len(answer.token_ids)))
+        of_each = [
+            None if logprob is None else TokenDrift.between(logprob, again)
+            for logprob, again in zip(served, replayed.logprobs, strict=True)
+        ]
+        drifts, of_output = [drift for drift in of_each if drift is not None], of_each[num_prompt:]
         draws, results = _draws(noise.of_draws, answer, replayed, of_output)
-        placed = placement_checks(replayed.replayed or (), answer.request.params)
+        placed = placement_checks(replayed.replayed or (), params)
         found = noise.of_placement.judge_all(placed, of_output)
         misplaced = tuple(one for one, result in zip(placed, found, strict=True) if result is DrawResult.WRONG)
         others = ComparedAlternatives.of(answer, replayed)
-        seen = _seen(answer, of_each, replayed, draws, others)
-        drift_tolerance = noise.drift_tolerance
-        output = seen[len(answer.prompt_logprobs) :]
-        likeliest = answer.request.params.temperature < tolerance.cold  # are all that is drawn; greedy ones anyway
+
+        seen = _seen(answer, served, of_each, replayed, draws, others)
+        output = seen[num_prompt:]
         distribution = self._distribution(answer.request, output, likeliest)
         if distribution is Distribution.CHOSEN_SEED:
             seen = [dataclasses.replace(token, drawn=False) for token in seen]
         own = once(seen, KnownContexts(), tolerance)
         alarm = distribution_alarm(*rows_of(own), likeliest, tolerance)
-        drifted = why_drifted(own, drift_tolerance, tolerance)
-        checks = _checks(distribution, draws, greedy=likeliest, logprobs=bool(answer.logprobs))
-        reason = drifted or (f"distribution: {alarm}" if alarm else _wrong_token(misplaced, draws, answer))
-        checks += ("alternatives",) * bool(others.found.num_compared)
-        reason = reason or others.wrong(noise.of_placement, drift_tolerance, tolerance.jump_nats)
-        agrees = Verdict.LOGPROBS_ONLY if distribution is Distribution.UNTESTED else Verdict.VERIFIED
+        num_rows = sum(token.row is not None for token in output)
+        compared = (
+            CheckResult("logprobs", len(answer.logprobs), why_drifted(own, drift_tolerance, tolerance)),
+            CheckResult("likeliest" if likeliest else "support", num_rows, _misplaced_words(misplaced)),
+            CheckResult(
+                "distribution",
+                num_rows if distribution is Distribution.TESTED else 0,
+                f"distribution: {alarm}" if alarm else "",
+            ),
+            CheckResult("draws", draws.num_checked, _wrong_draw_words(draws, answer)),
+            CheckResult(
+                "alternatives",
+                others.found.num_compared,
+                others.wrong(noise.of_placement, drift_tolerance, tolerance.jump_nats),
+            ),
+        )
+        verdict, reason, checks = folded((*compared, CheckResult("wire", int(answer.wire == "agrees"))))
         checked = Checked(
-            verdict=Verdict.SUSPECT if reason else agrees if checks else Verdict.UNVERIFIED,
-            reason=reason or ("replayed" if checks else "its replay reports nothing to compare with"),
-            num_tokens=len(seen) if checks else len(drifts),
+            verdict=verdict,
+            reason=reason,
+            num_tokens=len(seen) if any(one.num_compared for one in compared) else len(drifts),
             tme=tme_of(drifts),
             max_drift_nats=max((drift.nats for drift in drifts), default=None),
             replayed_by=replayed.replica,
-            checks=checks + ("wire",) * (answer.wire == "agrees"),
+            checks=checks,
             distribution=distribution,
             draws=draws,
             alternatives=others.found,
         )
+
         if answer.num_drafted == 0:
-            noise.learn(answer.replica, output, replayed.logprobs[len(answer.prompt_logprobs) :])
-        evidence = self._without_known_contexts(answer, seen)
-        if likeliest and not greedy:  # how rounding turns out decides
-            evidence = [dataclasses.replace(token, row=None, draw=None) for token in evidence]
+            noise.learn(answer.replica, output, replayed.logprobs[num_prompt:])
+        evidence = self._evidence(answer, seen, distribution, drawn=params.greedy or not likeliest)
+        return Judgement(checked, tuple(seen), evidence, drift_tolerance, misplaced, results)
+
+    def _evidence(
+        self, answer: Answer, seen: Sequence[SeenToken], distribution: Distribution, *, drawn: bool
+    ) -> tuple[SeenToken, ...]:
+        """The tokens as evidence against their replicas; drawn: not by how rounding turned out."""
+        known = self._contexts.add(contexts_of(_tokens(answer), len(seen)))
+        # What rounds a known context is the same as before.
+        evidence = [
+            token if one is None else dataclasses.replace(token, move=None)
+            for token, one in zip(seen, known, strict=True)
+        ]
+        if not drawn:
+            return tuple(dataclasses.replace(token, row=None, draw=None) for token in evidence)
         if distribution is Distribution.CHOSEN_SEED:
             # The same random numbers come near an edge again: that is no further evidence.
             follows = DrawResult.FOLLOWS
@@ -142,15 +169,7 @@ class Judge:
                 dataclasses.replace(token, draw=follows) if token.draw is DrawResult.NEAR else token
                 for token in evidence
             ]
-        return Judgement(checked, tuple(seen), tuple(evidence), drift_tolerance, misplaced, results)
-
-    def _without_known_contexts(self, answer: Answer, seen: Sequence[SeenToken]) -> list[SeenToken]:
-        """Without the moves of tokens whose contexts are those of earlier answers: what rounds them is the same."""
-        before = self._contexts.add(contexts_of(_tokens(answer), len(seen)))
-        return [
-            token if one is None else dataclasses.replace(token, move=None)
-            for token, one in zip(seen, before, strict=True)
-        ]
+        return tuple(evidence)
 
     def _distribution(self, request: Request, output: Sequence[SeenToken], likeliest: bool) -> Distribution:
         """Return what its replayed tokens can show about their distribution; likeliest: or only whether they are
@@ -210,6 +229,7 @@ def _draws(
 
 def _seen(
     answer: Answer,
+    served: Sequence[float | None],
     drifts: Sequence[TokenDrift | None],
     replayed: Replayed,
     draws: DrawsChecked,
@@ -221,37 +241,25 @@ def _seen(
     results = [*[None] * num_prompt, *(draws.results or [None] * len(answer.token_ids))]
     made_by = [*[answer.prompt_scored_by] * num_prompt, *answer.made_by]
     strata = [*[_PROMPT] * num_prompt, *answer.strata]
-    moves = moves_of(_tokens(answer), _served(answer), replayed.logprobs)
+    moves = moves_of(_tokens(answer), served, replayed.logprobs)
     contexts = contexts_before(_tokens(answer), len(drifts))
     parts = (strata, drifts, rows, made_by, results, beside, moves, contexts)
     return [SeenToken(*one) for one in zip(*parts, strict=True)]
 
 
-def _served(answer: Answer) -> tuple[float | None, ...]:
-    """Its logprobs, the prompt's first; None where there is none."""
-    return (*answer.prompt_logprobs, *(answer.logprobs or [None] * len(answer.token_ids)))
+def _misplaced_words(misplaced: Sequence[DrawCheck]) -> str:
+    """The first token that is not where the request wants it, in words; "" = none is."""
+    if not misplaced:
+        return ""
+    index, kind, nats, *_ = misplaced[0]
+    beyond = "below the likeliest" if kind == "likeliest" else "outside what the request allows"
+    return f"{kind}: token {index} is {nats:.3g} nats {beyond}"
 
 
-def _wrong_token(misplaced: Sequence[DrawCheck], draws: DrawsChecked, answer: Answer) -> str:
-    """The first token of an answer that is wrong by itself; "" = none is."""
-    if misplaced:
-        index, kind, nats, *_ = misplaced[0]
-        beyond = "below the likeliest" if kind == "likeliest" else "outside what the request allows"
-        return f"{kind}: token {index} is {nats:.3g} nats {beyond}"
+def _wrong_draw_words(draws: DrawsChecked, answer: Answer) -> str:
+    """The first token that its seed does not give, in words; "" = all are what it gives."""
     if draws.wrong is None:
         return ""
     return (
         f"draws: token {draws.wrong} ({answer.kinds[draws.wrong].value}) is not the one that the request's seed demands"
     )
-
-
-def _checks(distribution: Distribution, draws: DrawsChecked, *, greedy: bool, logprobs: bool) -> tuple[str, ...]:
-    """The checks that the replayed tokens of an answer went through, as `Checked.checks` names them."""
-    checks = ["logprobs"] if logprobs else []
-    if distribution is not Distribution.UNTESTED:
-        checks.append("likeliest" if greedy else "support")
-    if distribution is Distribution.TESTED:
-        checks.append("distribution")
-    if draws.num_checked:
-        checks.append("draws")
-    return tuple(checks)

@@ -5,7 +5,7 @@ import enum
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from serve_app.referee.judge.alternatives import NOTHING_COMPARED, AlternativesFound
 from serve_app.referee.judge.answer import Answer
@@ -85,6 +85,31 @@ class Checked:
             "draws": self.draws.to_wire(),
             "alternatives": dataclasses.asdict(self.alternatives),
         }
+
+
+class CheckResult(NamedTuple):
+    """What one of these checks found."""
+
+    check: str
+    num_compared: int  # tokens, or numbers; 0 = it was not run
+    wrong: str = ""  # in words; "" = nothing
+
+
+_PRECEDENCE = ("logprobs", "distribution", "likeliest", "support", "draws", "alternatives", "wire")
+"""Whose words are the reason of a verdict where several checks find something wrong, the first before all others."""
+_OF_TOKENS = {"likeliest", "support"}
+"""Without these, only logprobs were compared."""
+
+
+def folded(findings: Sequence[CheckResult]) -> tuple[Verdict, str, tuple[str, ...]]:
+    """The verdict on what all checks found, its reason, and the checks that were run."""
+    checks = tuple(one.check for one in findings if one.num_compared)
+    wrong = {one.check: one.wrong for one in findings if one.wrong}
+    if wrong:
+        return Verdict.SUSPECT, wrong[min(wrong, key=_PRECEDENCE.index)], checks
+    if not set(checks) - {"wire"}:
+        return Verdict.UNVERIFIED, "its replay reports nothing to compare with", checks
+    return Verdict.LOGPROBS_ONLY if _OF_TOKENS.isdisjoint(checks) else Verdict.VERIFIED, "replayed", checks
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from serve_app.backends.base import ModelInfo, Parsers, Reading
-from serve_app.referee.judge.alternatives import Alternatives
-from serve_app.referee.judge.answer import Answer
+from serve_app.referee.judge.answer import Alternatives, Answer
 from serve_app.referee.records.records import Record
 from serve_app.referee.wire.calls import lost_part, value_of
 from serve_app.referee.wire.client_request import ClientRequest, ToolUse, engine_fields

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from serve_app.backends.base import UNKNOWN_NUMERICS, Numerics
-from serve_app.referee.judge.alternatives import Alternatives, KeptAlternatives
-from serve_app.referee.judge.answer import Answer
+from serve_app.referee.judge.answer import Alternatives, Answer, KeptAlternatives
 from serve_app.referee.judge.strata import shared
 from serve_app.referee.wire.demands import broken_limit
 from speculative.request import FinishReason, Request, Round, TokenDelta, TokenKind

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from serve_app.referee.judge.alternatives import Alternatives, KeptAlternatives
+from serve_app.referee.judge.answer import Alternatives, KeptAlternatives
 from serve_app.referee.wire.reply import Candidate, Choice
 from serve_app.text.tokenizer import Tokenizer
 

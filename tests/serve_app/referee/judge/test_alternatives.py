@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from serve_app.backends.base import Replayed
-from serve_app.referee.judge.alternative_checks import ComparedAlternatives, compare_place
-from serve_app.referee.judge.alternatives import Alternatives, KeptAlternatives
-from serve_app.referee.judge.answer import Answer
+from serve_app.referee.judge.alternatives import ComparedAlternatives, compare_place
+from serve_app.referee.judge.answer import Alternatives, Answer, KeptAlternatives
 from serve_app.referee.judge.draws import DrawTolerance
 from serve_app.referee.judge.judgement import Judge
 from serve_app.referee.judge.tolerance import Tolerance

@@ -1,8 +1,9 @@
 """What is remembered of answers: by choice, in bounds, and a trip outweighs a check."""
 
 import dataclasses
+import itertools
 
-from serve_app.referee.judge.verdicts import Checked, Finished, Trip, Verdict, VerdictBook
+from serve_app.referee.judge.verdicts import Checked, CheckResult, Finished, Trip, Verdict, VerdictBook, folded
 from tests.support.referees import recorded
 
 VERIFIED = Checked(Verdict.VERIFIED, "replayed", 2, 1.0, 0.0, "p1")
@@ -12,6 +13,21 @@ def verdicts(book: VerdictBook, reply_id: str) -> list[str]:
     reply = book.reply(reply_id)
     assert reply is not None
     return [choice["verdict"] for choice in reply["choices"]]
+
+
+def test_what_checks_find_is_one_verdict_whatever_their_order() -> None:
+    names = ("logprobs", "distribution", "support", "draws", "alternatives")
+    for first, later in itertools.combinations(names, 2):
+        findings = [CheckResult(name, 4, f"{name}: off" if name in (first, later) else "") for name in names[::-1]]
+        assert folded(findings) == (Verdict.SUSPECT, f"{first}: off", names[::-1])
+    for ran, verdict in (
+        ({"likeliest": 4, "draws": 0}, Verdict.VERIFIED),
+        ({"logprobs": 4, "draws": 4}, Verdict.LOGPROBS_ONLY),
+        ({"logprobs": 0, "wire": 1}, Verdict.UNVERIFIED),  # nothing was computed again
+    ):
+        found = folded([CheckResult(*one) for one in ran.items()])
+        assert (found[0], found[2]) == (verdict, tuple(name for name, number in ran.items() if number))
+    assert folded([CheckResult("logprobs", 0, "drift")])[0] is Verdict.SUSPECT, "of a prompt alone"
 
 
 def test_choices_have_verdicts_of_their_own_and_the_reply_the_worst() -> None:

@@ -11,7 +11,7 @@ import pytest_asyncio
 from deploy.run.replayers import ReplayerOptions, make_replayer
 from deploy.watch.referee import Referee, RefereeOptions
 from deploy.watch.run import running_referee
-from serve_app.referee.judge.alternatives import Alternatives, KeptAlternatives
+from serve_app.referee.judge.answer import Alternatives, KeptAlternatives
 from serve_app.referee.judge.tolerance import Tolerance
 from serve_app.referee.judge.verdicts import Verdict
 from serve_app.referee.wire.alternatives import AlternativesReader
