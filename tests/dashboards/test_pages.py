@@ -21,12 +21,14 @@ from dashboards.reference import metrics_page, runbooks_page
 from deploy.cli.main import main
 from serve_app.telemetry.metric_names import CATALOGUE, METRICS
 from tests.support.loops import for_each
+from tests.support.project_files import ROOT
 
 # From Grafana's own types, by schema/make_schema.sh; closed to fields that Grafana does not know.
 SCHEMA = json.loads((Path(__file__).parent / "schema" / "dashboard.schema.json").read_text(encoding="utf-8"))
 VALIDATOR = jsonschema.Draft7Validator(SCHEMA)
 SUFFIXES = {"counter": ("",), "gauge": ("",), "histogram": ("_bucket",)}
 PANELS = [(page, panel) for page in build.PAGES for panel in page.panels]
+MARKED = [(annotation.expr, annotation.text) for annotation in ANNOTATIONS]
 UNITS = {"none", "percentunit", "s", "ops", "reqps", "bytes", "Bps"}
 
 
@@ -106,11 +108,11 @@ def test_a_panel_says_what_it_shows_of_what_is_exported(pair: tuple[Page, Panel]
     assert len(panel.description) > 60 and panel.description.endswith("."), "what a bad value means"
     assert panel.unit in UNITS
     assert panel.steps[0][0] is None
-    for query in panel.queries:
-        assert names(query.expr) <= exported(), query.expr
-        assert query.legend
-        for label in re.findall(r"{{(\w+)}}", query.legend):
-            assert re.search(rf"(by|group_left) \([^)]*\b{label}\b", query.expr), (label, query.expr)
+    for expr, text in [(query.expr, query.legend) for query in panel.queries] + MARKED:
+        assert names(expr) <= exported(), expr
+        assert text
+        for label in re.findall(r"{{(\w+)}}", text):
+            assert re.search(rf"(by|group_left) \([^)]*\b{label}\b", expr), (label, expr)
 
 
 @each_panel
@@ -151,13 +153,6 @@ def test_a_replica_is_chosen_in_gauges_alone(pair: tuple[Page, Panel]) -> None:
         assert {METRICS[name].kind for name in names(query.expr)} == {"gauge"}
     if any(name in str(pair[1].queries) for name in ("breaker_state", "kv_cache_usage", "requests_running")):
         assert chosen or pair[1].kind == "stat"
-
-
-def test_annotations_ask_only_for_what_is_exported() -> None:
-    for annotation in ANNOTATIONS:
-        assert names(annotation.expr) <= exported()
-        for label in re.findall(r"{{(\w+)}}", annotation.text):
-            assert re.search(rf"by \([^)]*\b{label}\b", annotation.expr), label
 
 
 def test_every_metric_is_shown_somewhere() -> None:
@@ -206,3 +201,22 @@ def test_an_alert_has_a_runbook_and_quotes_labels_that_it_keeps(alert: Alert) ->
 def test_a_query_for_what_is_not_there_is_refused(name: str, where: str) -> None:
     with pytest.raises(ValueError, match="truespec_draft"):
         QueryScope("", "5m").rate(name, where=where)
+
+
+# Names that others give to what we export
+
+# What the endpoint picker of the Gateway API's inference extension, and production-stack's autoscaler, ask of a server.
+ASKED = {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"}
+
+
+def test_what_a_gateway_asks_for_is_recorded_under_vllms_names() -> None:
+    rules = {rule["record"]: rule["expr"] for group in build.vllm_rule_file()["groups"] for rule in group["rules"]}
+    assert rules.keys() == ASKED
+    assert all(METRICS[expr].kind == "gauge" for expr in rules.values())
+
+
+def test_the_names_of_opentelemetry_are_of_histograms_and_on_the_page_of_traces() -> None:
+    text = (ROOT / "docs" / "tracing.md").read_text(encoding="utf-8")
+    for name, ours in build.GEN_AI_NAMES.items():
+        assert METRICS[f"truespec_{ours}"].kind == "histogram"
+        assert f"`truespec_{ours}` to `{name}`" in " ".join(text.split())

@@ -1,9 +1,7 @@
 """Prometheus' own checker on the rules, on every alert, and on what we export."""
 
 import re
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -11,7 +9,7 @@ import yaml
 from dashboards.alerts import Alert
 from dashboards.build import ALERTS, PAGES, rule_file, write
 from dashboards.panels import ANNOTATIONS
-from dashboards.sanity import ALARMS, VIOLATIONS
+from dashboards.queries import QueryScope
 from serve_app.telemetry.metric_names import CATALOGUE, COMMON_LABELS
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from tests.support.loops import for_each
@@ -21,17 +19,8 @@ from tests.support.rule_cases import CASES, Case, in_two_namespaces
 pytestmark = pytest.mark.slow
 
 
-@cache
-def groups() -> list[dict[str, Any]]:
-    return list(rule_file()["groups"])
-
-
 def of_alert(alert: str, *cases: Case) -> Suite:
-    return Suite(part_of(groups(), alert), [case.as_dict() for case in cases])
-
-
-def of_expressions(tests: list[dict[str, Any]]) -> Suite:
-    return Suite(part_of(groups(), exprs=[one["expr"] for test in tests for one in test["promql_expr_test"]]), tests)
+    return Suite(part_of(rule_file()["groups"], alert), [case.as_dict() for case in cases])
 
 
 def test_promtool_accepts_the_rules(tmp_path: Path) -> None:
@@ -64,72 +53,30 @@ def test_an_alert_is_on_the_release_that_is_ill_and_names_its_namespace(tmp_path
     run_suites(tmp_path, {name: of_alert(name, in_two_namespaces(name)) for name in names})
 
 
-EVENTS: list[tuple[str, int | None]] = [
-    ("_x70 1x60", 1),  # a label's value that was never seen
-    ("_x70 2x10 3x60", 3),
-    ("0x70 1x60", 1),  # one that was counted as 0
-    ("7x70 0x3 1x60", 1),  # a restart
-    ("7x200", 0),
-    ("7x40 _x40 7x60", 0),  # a gap in scraping
-    ("_x200", None),
+EVENTS = [  # a counter's values, minutes, and its events in the hour before each
+    ("_x70 1x80", (65, 110, 135), (None, 1, 0)),  # a label's value that was never seen
+    ("_x70 2x10 3x60", (75, 110), (2, 3)),
+    ("0x70 1x60", (65, 110), (0, 1)),  # one that was counted as 0
+    ("7x70 0x3 1x60", (110,), (1,)),  # a restart
+    ("7x200", (110,), (0,)),
+    ("7x40 _x40 7x60", (110,), (0,)),  # a gap in scraping
+    ("_x200", (110,), (None,)),
 ]
 
 
-def test_a_figure_counts_the_first_event_of_a_series(tmp_path: Path) -> None:
-    suites = {
-        f"{panel.title}, {values}": of_expressions([figure_test(query.expr, values, shown) for query in panel.queries])
-        for panel in (ALARMS, VIOLATIONS)
-        for values, shown in EVENTS
-    }
-    run_suites(tmp_path, suites)
-
-
-def figure_test(expr: str, values: str, shown: int | None) -> dict[str, Any]:
-    """A query over an hour, for a series with these values beside one of another namespace."""
-    names = {
-        "selfcheck_alarms_total": "check",
-        "selfcheck_violations_total": "kind",
-        "logprob_violations_total": "kind",
-    }
-    (name,) = set(re.findall(r"truespec_(\w+)", expr))
-    labels = f'namespace="ill",job="j",model_name="m",pool="decode",{names.get(name, "alarm")}="x"'
-    beside = labels.replace("ill", "other")
-    for key, value in {"$namespace": "ill", "$job": "j", "$model": ".*", "$pool": ".*", "$__range": "1h"}.items():
-        expr = expr.replace(key, value)
-    expected = [] if shown is None else [{"labels": "{}", "value": shown}]
-    return {
-        "interval": "1m",
-        "input_series": [
-            {"series": f"truespec_{name}{{{labels}}}", "values": values},
-            {"series": f"truespec_{name}{{{beside}}}", "values": "_x75 5x60"},
-        ],
-        "promql_expr_test": [{"expr": f"round({expr})", "eval_time": "110m", "exp_samples": expected}],
-    }
-
-
-def test_an_annotation_marks_an_event_once_and_nothing_else(tmp_path: Path) -> None:
-    series = {
-        "Breaker trips": 'breaker_trips_total{%s,reason="drift"}',
-        "Weight updates": 'weight_updates_total{%s,result="ok"}',
-        "Replicas replaced": "replica_restarts_total{%s}",
-    }
-    assert series.keys() == {annotation.name for annotation in ANNOTATIONS}
+def test_a_counters_events_include_the_first_of_a_series(tmp_path: Path) -> None:
+    expr = QueryScope('namespace="ill"', "1h").events("selfcheck_alarms_total")
+    name = 'truespec_selfcheck_alarms_total{{namespace="{}",check="x"}}'
     suites = {}
-    for annotation in ANNOTATIONS:
-        expr = annotation.expr.replace("$namespace", "n").replace("$job", "j")
-        expr = expr.replace("$model", ".*").replace("$pool", ".*")
-        for values, marked in (("_x70 1x30", range(70, 73)), ("0x70 1x30", range(71, 73)), ("7x100", ())):
-            name = series[annotation.name] % 'namespace="n",job="j",model_name="m",pool="decode"'
-            seen = [
-                {
-                    "expr": f"count({expr})",
-                    "eval_time": f"{minute}m",
-                    "exp_samples": [{"labels": "{}", "value": 1}] if minute in marked else [],
-                }
-                for minute in (65, 71, 75, 90)
-            ]
-            test = {"interval": "1m", "input_series": [{"series": f"truespec_{name}", "values": values}]}
-            suites[f"{annotation.name}, {values}"] = of_expressions([test | {"promql_expr_test": seen}])
+    for values, minutes, events in EVENTS:
+        samples = [[] if number is None else [{"labels": "{}", "value": number}] for number in events]
+        seen = [
+            {"expr": f"round({expr})", "eval_time": f"{minute}m", "exp_samples": expected}
+            for minute, expected in zip(minutes, samples, strict=True)
+        ]
+        series = [{"series": name.format("ill"), "values": values}]
+        series.append({"series": name.format("other"), "values": "_x75 5x60"})
+        suites[values] = Suite([], [{"interval": "1m", "input_series": series, "promql_expr_test": seen}])
     run_suites(tmp_path, suites)
 
 

@@ -46,10 +46,8 @@ BAD: dict[str, dict[str, Any]] = {
     "TruespecProxyDown has no threshold, so none can be set": alert("TruespecProxyDown", threshold=1),
     "alerts.TruespecProxyDown.for: Does not match pattern": alert("TruespecProxyDown", **{"for": "5 minutes"}),
     "podMonitor.scrapeTimeout is 1m and interval 15s; the Prometheus operator refuses": monitor(scrapeTimeout="1m"),
-    "config.access.open_metrics is false, so Prometheus needs a key; set apiKeys.smokeSecret": {
-        **monitor(),
-        "config": {"access": {"open_metrics": False}},
-    },
+    "config.access.open_metrics is false, so Prometheus needs a key; set apiKeys.smokeSecret":
+        {**monitor(), "config": {"access": {"open_metrics": False}}},
     # Types and keys
     "worker.cpus: Invalid type. Expected: integer, given: string": {"worker": {"cpus": "4"}},
     "modelCache.mountPath is //dev/./shm, where the pods have something": {"modelCache": {"mountPath": "//dev/./shm"}},
@@ -64,82 +62,60 @@ BAD: dict[str, dict[str, Any]] = {
     "apiKeys.smokeSecret is set, but there are no keys": {"apiKeys": {"smokeSecret": "key"}},
     "config.admin.token_file is the chart's to set; use admin.enabled": {"config": {"admin": {"token_file": "/t"}}},
     "config.dumps.folder is /var/dumps, but only /tmp is writable": {"config": {"dumps": {"folder": "/var/dumps"}}},
-    "config.model.source is smollm2-135m, a name of the catalogue that no pod fetches; add it to modelCache.fetch": {
-        "config": {"model": {"source": "smollm2-135m"}}
-    },
+    "config.model.source is smollm2-135m, a name of the catalogue that no pod fetches; add it to modelCache.fetch":
+        {"config": {"model": {"source": "smollm2-135m"}}},
     # Pools
     "pools.monolith is set, but topology disaggregated has only decode and": {"pools": {"monolith": {"replicas": 3}}},
     "pools.prefill.gpus is 2, but the torch engine runs on one GPU": {"pools": {"prefill": {"gpus": 2}}},
-    "pools.decode.autoscaling.minReplicas (5) is above maxReplicas (2); lower it or raise maxReplicas": {
-        "pools": {"decode": {"autoscaling": {"enabled": True, "minReplicas": 5, "maxReplicas": 2}}}
-    },
+    "pools.decode.autoscaling.minReplicas (5) is above maxReplicas (2); lower it or raise maxReplicas":
+        {"pools": {"decode": {"autoscaling": {"enabled": True, "minReplicas": 5, "maxReplicas": 2}}}},
     "terminationGracePeriodSeconds (120) must be at least drainSeconds + 30 (630)": {"worker": {"drainSeconds": 600}},
-    "modelCache.accessModes has no ReadWriteMany, but 2 worker pods mount the claim; use ReadWriteMany": {
-        "modelCache": {"accessModes": ["ReadWriteOnce"]}
-    },
+    "modelCache.accessModes has no ReadWriteMany, but 2 worker pods mount the claim; use ReadWriteMany":
+        {"modelCache": {"accessModes": ["ReadWriteOnce"]}},
     # Image
     "image.repository is truespec, which nodes would pull from docker.io/library, where it is not; push the image "
     "and name it as REGISTRY/truespec, or set image.pullPolicy to Never": {"image": {"repository": "truespec"}},
     # Devices and containers
     "pools.decode.numOfHosts is 2, but the torch engine runs in one pod": {"worker": {"numOfHosts": 2}},
-    "pools.decode.numOfHosts is 2, but handoffs are copied through files of one pod": {
-        "vllm": {"enabled": True, "tensorParallelSize": 2},
-        "worker": {"numOfHosts": 2},
-    },
-    "pools.monolith has 2 GPUs a replica (gpus times numOfHosts), and vLLM needs 1 (vllm.tensorParallelSize": {
-        "vllm": {"enabled": True},
-        "config": {"topology": "monolith"},
-        "pools": {"monolith": {"numOfHosts": 2}},
-    },
-    "pools.decode.resources.limits has nvidia.com/gpu, of which Ray would not know; set gpus": {
-        "worker": {"resources": {"limits": {"nvidia.com/gpu": 2}}}
-    },
-    "pools.decode.resources.claims names gpu, which resourceClaims does not have; add it there, or remove it": {
-        "worker": {"resources": {"claims": [{"name": "gpu"}]}}
-    },
-    "pools.prefill.gpus is 1, but gpuResource is empty and resources.claims too, so the container has no GPU; set": {
-        "pools": {"prefill": {"gpuResource": ""}}
-    },
-    "pools.decode.resources.requests has 1 of rdma/hca, which Kubernetes gives a container only where the limit": {
-        "worker": {"resources": {"requests": {"rdma/hca": 1}}}
-    },
-    "pools.decode.resources.requests has 1Gi of hugepages-2Mi": {
-        "worker": {"resources": {"requests": {"hugepages-2Mi": "1Gi"}, "limits": {"hugepages-2Mi": "2Gi"}}}
-    },
-    "pools.decode asks for 64Gi of memory, but its limit is 32Gi, so that Kubernetes would refuse its pods; raise": {
-        "worker": {"resources": {"requests": {"memory": "64Gi"}}}
-    },
+    "pools.decode.numOfHosts is 2, but handoffs are copied through files of one pod":
+        {"vllm": {"enabled": True, "tensorParallelSize": 2}, "worker": {"numOfHosts": 2}},
+    "pools.monolith has 2 GPUs a replica (gpus times numOfHosts), and vLLM needs 1 (vllm.tensorParallelSize":
+        {"vllm": {"enabled": True}, "config": {"topology": "monolith"}, "pools": {"monolith": {"numOfHosts": 2}}},
+    "pools.decode.resources.limits has nvidia.com/gpu, of which Ray would not know; set gpus":
+        {"worker": {"resources": {"limits": {"nvidia.com/gpu": 2}}}},
+    "pools.decode.resources.claims names gpu, which resourceClaims does not have; add it there, or remove it":
+        {"worker": {"resources": {"claims": [{"name": "gpu"}]}}},
+    "pools.prefill.gpus is 1, but gpuResource is empty and resources.claims too, so the container has no GPU; set":
+        {"pools": {"prefill": {"gpuResource": ""}}},
+    "pools.decode.resources.requests has 1 of rdma/hca, which Kubernetes gives a container only where the limit":
+        {"worker": {"resources": {"requests": {"rdma/hca": 1}}}},
+    "pools.decode.resources.requests has 1Gi of hugepages-2Mi":
+        {"worker": {"resources": {"requests": {"hugepages-2Mi": "1Gi"}, "limits": {"hugepages-2Mi": "2Gi"}}}},
+    "pools.decode asks for 64Gi of memory, but its limit is 32Gi, so that Kubernetes would refuse its pods; raise":
+        {"worker": {"resources": {"requests": {"memory": "64Gi"}}}},
     "pools.decode asks for 40G of memory, but its limit": {"worker": {"resources": {"requests": {"memory": "40G"}}}},
     "pools.decode.shmSize is 64Mi, and Ray's object store, nine tenths of it, needs": {"worker": {"shmSize": "64Mi"}},
     # Volumes of models
-    "modelCache.readOnly is true, but the pods would mount an empty volume; name a claim that holds the models": {
-        "modelCache": {"readOnly": True}
-    },
-    "modelCache.readOnly is true, so modelCache.fetch cannot put smollm2-135m there; remove it, and run `truespec": {
-        "modelCache": {"readOnly": True, "existingClaim": "c", "fetch": ["smollm2-135m"]}
-    },
-    "modelCache.subPath is a, but there is no claim whose folder it would be; remove it, or set modelCache.enabled": {
-        "modelCache": {"enabled": False, "subPath": "a"}
-    },
-    "config.model.source is ./my-model, a folder of your machine, which the pods do not have; give its path on a": {
-        "config": {"model": {"source": "./my-model"}}
-    },
-    "head has a container named autoscaler, as another of the pod, the chart's or KubeRay's; give it another name": {
-        "head": {"sidecars": [{"name": "autoscaler", "image": "i"}]}
-    },
+    "modelCache.readOnly is true, but the pods would mount an empty volume; name a claim that holds the models":
+        {"modelCache": {"readOnly": True}},
+    "modelCache.readOnly is true, so modelCache.fetch cannot put smollm2-135m there; remove it, and run `truespec":
+        {"modelCache": {"readOnly": True, "existingClaim": "c", "fetch": ["smollm2-135m"]}},
+    "modelCache.subPath is a, but there is no claim whose folder it would be; remove it, or set modelCache.enabled":
+        {"modelCache": {"enabled": False, "subPath": "a"}},
+    "config.model.source is ./my-model, a folder of your machine, which the pods do not have; give its path on a":
+        {"config": {"model": {"source": "./my-model"}}},
+    "head has a container named autoscaler, as another of the pod, the chart's or KubeRay's; give it another name":
+        {"head": {"sidecars": [{"name": "autoscaler", "image": "i"}]}},
     # Names that KubeRay's CRD takes once
-    "pools.decode.env has HF_HOME twice, or the chart sets it too; remove it (modelCache.mountPath moves caches": {
-        "worker": {"env": [{"name": "HF_HOME", "value": "/x"}]}
-    },
-    "head.volumeMounts mounts dumps, which volumes does not have; add it there": {
-        "head": {"volumeMounts": [{"name": "dumps", "mountPath": "/dumps"}]}
-    },
+    "pools.decode.env has HF_HOME twice, or the chart sets it too; remove it (modelCache.mountPath moves caches":
+        {"worker": {"env": [{"name": "HF_HOME", "value": "/x"}]}},
+    "head.volumeMounts mounts dumps, which volumes does not have; add it there":
+        {"head": {"volumeMounts": [{"name": "dumps", "mountPath": "/dumps"}]}},
     "nil pointer evaluating interface {}.there": {"extraObjects": ["{{ .Values.nothing.there }}"]},
     # vLLM
     "config.engine.kind is torch, but vllm.enabled is set; remove one of them": merged(VLLM, engine(kind="torch")),
-    "config.vllm.engine_args.tensor_parallel_size is the chart's to set; use vllm.tensorParallelSize": merged(
-        VLLM, {"config": {"vllm": {"engine_args": {"tensor_parallel_size": 2}}}}
-    ),
+    "config.vllm.engine_args.tensor_parallel_size is the chart's to set; use vllm.tensorParallelSize":
+        merged(VLLM, {"config": {"vllm": {"engine_args": {"tensor_parallel_size": 2}}}}),
     "vllm.tensorParallelSize is 2, but the torch engine runs on one GPU": {"vllm": {"tensorParallelSize": 2}},
     # Ray and KubeRay
     "ray.auth.enabled needs Ray 2.52 and ray.version is 2.51.0": {"ray": {"version": "2.51.0"}},
@@ -149,44 +125,33 @@ BAD: dict[str, dict[str, Any]] = {
     "KubeRay would not use it: set enabled": {"ray": {"gcsFaultTolerance": {"redisAddress": "redis://r:6379"}}},
     "needs Ray's autoscaler; set autoscaling.enabled of a pool": INCREMENTAL,
     "gatewayClassName is not set": merged(AUTOSCALED, INCREMENTAL, {"ray": {"upgrade": {"gatewayClassName": ""}}}),
-    "ray.upgrade.stepSizePercent (60) is above maxSurgePercent (50); lower it": merged(
-        AUTOSCALED, INCREMENTAL, {"ray": {"upgrade": {"stepSizePercent": 60, "maxSurgePercent": 50}}}
-    ),
-    "an incremental upgrade has one per cluster behind KubeRay's own gateway; disable them": merged(
-        AUTOSCALED, INCREMENTAL, {"ingress": {"enabled": True, "hosts": [{"host": "h"}]}}
-    ),
-    "no service of a fixed name for `helm test`; set it to false, or use NewCluster": merged(
-        AUTOSCALED, INCREMENTAL, {"test": {"enabled": True}}
-    ),
-    "service.type and service.annotations do nothing in an incremental upgrade": merged(
-        AUTOSCALED, INCREMENTAL, {"service": {"type": "LoadBalancer"}}
-    ),
-    "ray.gcsFaultTolerance.redisAddress has port 99999; give one from 1 to 65535": {
-        "ray": {"gcsFaultTolerance": {"enabled": True, "redisAddress": "redis://r:99999"}}
-    },
+    "ray.upgrade.stepSizePercent (60) is above maxSurgePercent (50); lower it":
+        merged(AUTOSCALED, INCREMENTAL, {"ray": {"upgrade": {"stepSizePercent": 60, "maxSurgePercent": 50}}}),
+    "an incremental upgrade has one per cluster behind KubeRay's own gateway; disable them":
+        merged(AUTOSCALED, INCREMENTAL, {"ingress": {"enabled": True, "hosts": [{"host": "h"}]}}),
+    "no service of a fixed name for `helm test`; set it to false, or use NewCluster":
+        merged(AUTOSCALED, INCREMENTAL, {"test": {"enabled": True}}),
+    "service.type and service.annotations do nothing in an incremental upgrade":
+        merged(AUTOSCALED, INCREMENTAL, {"service": {"type": "LoadBalancer"}}),
+    "ray.gcsFaultTolerance.redisAddress has port 99999; give one from 1 to 65535":
+        {"ray": {"gcsFaultTolerance": {"enabled": True, "redisAddress": "redis://r:99999"}}},
     "gatewayClassName is set, but strategy is NewCluster": {"ray": {"upgrade": {"gatewayClassName": "istio"}}},
     # Network, secrets
     "service.port 8265 is one of Ray's own ports; choose another, 8000 for example": {"service": {"port": 8265}},
     "ingress.hosts empty; add at least one host": {"ingress": {"enabled": True}},
     "httpRoute.parentRefs empty; name the gateway": {"httpRoute": {"enabled": True}},
-    "ingress.enabled is true, but networkPolicy.clients names no controller or gateway that may reach the pods": {
-        "ingress": {"enabled": True, "hosts": [{"host": "h"}]}
-    },
-    "service.type is LoadBalancer, but networkPolicy.clients has no ipBlock, so nobody outside the cluster gets in": {
-        "service": {"type": "LoadBalancer"},
-        "networkPolicy": {"clients": [{"namespaceSelector": {}}]},
-    },
-    "service.loadBalancerClass is set, but service.type is ClusterIP; set it to LoadBalancer, or remove the class": {
-        "service": {"loadBalancerClass": "a/b"}
-    },
+    "ingress.enabled is true, but networkPolicy.clients names no controller or gateway that may reach the pods":
+        {"ingress": {"enabled": True, "hosts": [{"host": "h"}]}},
+    "service.type is LoadBalancer, but networkPolicy.clients has no ipBlock, so nobody outside the cluster gets in":
+        {"service": {"type": "LoadBalancer"}, "networkPolicy": {"clients": [{"namespaceSelector": {}}]}},
+    "service.loadBalancerClass is set, but service.type is ClusterIP; set it to LoadBalancer, or remove the class":
+        {"service": {"loadBalancerClass": "a/b"}},
     "KubeRay could not deploy the application; give the operator's namespace": {"networkPolicy": {"operator": []}},
-    "networkPolicy.allowHttps is false, so org/name cannot be fetched; allow it": {
-        "networkPolicy": {"allowHttps": False},
-        "config": {"model": {"source": "org/name"}},
-    },
+    "networkPolicy.allowHttps is false, so org/name cannot be fetched; allow it":
+        {"networkPolicy": {"allowHttps": False}, "config": {"model": {"source": "org/name"}}},
     "hub.token and hub.existingSecret are both set; remove the token": {"hub": {"token": "t", "existingSecret": "s"}},
     "podDisruptionBudget.maxUnavailable": {"podDisruptionBudget": {"maxUnavailable": 0}},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", BAD, ids=[message[:50] for message in BAD])

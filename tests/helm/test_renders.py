@@ -44,43 +44,31 @@ WITH_CLAIMS_ON_DEVICES = ("1.37.0",)
 SPREAD = merged(
     MINIMAL,
     {
-        "vllm": {"enabled": True, "tensorParallelSize": 16},
-        "config": {"topology": "monolith"},
+        "vllm": {"enabled": True, "tensorParallelSize": 16}, "config": {"topology": "monolith"},
         "pools": {"monolith": {"numOfHosts": 2, "gpus": 8, "replicas": 3}},
     },
-)
+)  # fmt: skip
 COMPONENT = "app_kubernetes_io_component"
 CUSTOM = {"RayService", "PodMonitor", "PrometheusRule", "HTTPRoute"}
 SMALL = {"requests": {"cpu": "10m", "memory": "16Mi"}, "limits": {"cpu": "10m", "memory": "16Mi"}}
 OWN_CONTEXT = {
-    "allowPrivilegeEscalation": False,
-    "readOnlyRootFilesystem": True,
-    "runAsNonRoot": True,
+    "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "runAsNonRoot": True,
     "capabilities": {"drop": ["ALL"]},
-}
+}  # fmt: skip
 EVERYTHING = merged(
     MINIMAL,
     {
-        "commonLabels": {"team": "llm"},
-        "commonAnnotations": {"owner": "llm@example.com"},
+        "commonLabels": {"team": "llm"}, "commonAnnotations": {"owner": "llm@example.com"},
         "image": {"digest": f"sha256:{'0' * 64}", "pullSecrets": ["registry", {"name": "mirror"}]},
         "config": {"dumps": {"folder": "/tmp/dumps"}, "limits": {"max_body_bytes": 41943040}},
         "worker": {
-            "autoscaling": {"enabled": True},
-            "runtimeClassName": "nvidia",
-            "priorityClassName": "serving",
-            "schedulerName": "volcano",
-            "nodeSelector": {"pool": "gpu"},
-            "affinity": {"nodeAffinity": {}},
-            "podLabels": {"a": "b"},
-            "podAnnotations": {"c": "d"},
-            "env": [{"name": "NCCL_DEBUG", "value": "WARN"}],
+            "autoscaling": {"enabled": True}, "runtimeClassName": "nvidia", "priorityClassName": "serving",
+            "schedulerName": "volcano", "nodeSelector": {"pool": "gpu"}, "affinity": {"nodeAffinity": {}},
+            "podLabels": {"a": "b"}, "podAnnotations": {"c": "d"}, "env": [{"name": "NCCL_DEBUG", "value": "WARN"}],
             "envFrom": [{"secretRef": {"name": "proxy", "optional": True}}],
-            "volumes": [{"name": "more", "emptyDir": {}}],
-            "volumeMounts": [{"name": "more", "mountPath": "/more"}],
+            "volumes": [{"name": "more", "emptyDir": {}}], "volumeMounts": [{"name": "more", "mountPath": "/more"}],
             "livenessProbe": {"tcpSocket": {"port": 8080}},
-            "startupProbe": {"tcpSocket": {"port": 8080}, "failureThreshold": 100},
-            "ipcLock": True,
+            "startupProbe": {"tcpSocket": {"port": 8080}, "failureThreshold": 100}, "ipcLock": True,
             "hostNetwork": True,
             "resources": {"requests": {"cpu": 2}, "limits": {"cpu": None, "rdma/hca": 1, "hugepages-2Mi": "512Mi"}},
         },
@@ -89,31 +77,22 @@ EVERYTHING = merged(
             "envFrom": [{"configMapRef": {"name": "proxy"}, "prefix": "A_"}],
             "initContainers": [{"name": "before", "image": "i:1", "restartPolicy": "Always", "resources": SMALL}],
             "sidecars": [{"name": "beside", "image": "i:1", "securityContext": OWN_CONTEXT, "resources": SMALL}],
-            "startupProbe": {"exec": {"command": ["ray", "health-check"]}},
-            "dnsPolicy": "None",
+            "startupProbe": {"exec": {"command": ["ray", "health-check"]}}, "dnsPolicy": "None",
             "dnsConfig": {"nameservers": ["10.0.0.10"], "searches": ["svc"], "options": [{"name": "rotate"}]},
         },
         "ray": {
             "upgrade": {"strategy": "NewClusterWithIncrementalUpgrade", "gatewayClassName": "123"},
             "gcsFaultTolerance": {"enabled": True, "redisAddress": "rediss://redis:6380", "redisUsername": "1"},
         },
-        "hub": {"token": "not-a-token"},
-        "admin": {"enabled": True},
-        "test": {"enabled": False},
+        "hub": {"token": "not-a-token"}, "admin": {"enabled": True}, "test": {"enabled": False},
         "networkPolicy": {"extraEgress": [{"to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}]},
         "watch": {
-            "enabled": True,
-            "url": "http://vllm:8000",
-            "model": "org/other",
-            "serverPods": [],
-            "tolerance": {"configMap": "123", "key": "true"},
-            "replicaHeader": "X-Replica",
+            "enabled": True, "url": "http://vllm:8000", "model": "org/other", "serverPods": [],
+            "tolerance": {"configMap": "123", "key": "true"}, "replicaHeader": "X-Replica",
             "serviceAnnotations": {"a": "b"},
             "proxy": {"args": ["--max-queued", "9"], "podLabels": {"a": "b"}, "resources": {"limits": {"cpu": 2}}},
             "referee": {
-                "gpus": 1,
-                "runtimeClassName": "nvidia",
-                "env": [{"name": "NCCL_DEBUG", "value": "WARN"}],
+                "gpus": 1, "runtimeClassName": "nvidia", "env": [{"name": "NCCL_DEBUG", "value": "WARN"}],
                 "podAnnotations": {"c": "d"},
             },
         },
@@ -122,58 +101,49 @@ EVERYTHING = merged(
             'apiVersion: v1\nkind: ConfigMap\nmetadata: {name: {{ include "truespec.fullname" . }}-text}\n',
         ],
     },
-)
+)  # fmt: skip
 
 # GPUs by claims on devices instead of a device plugin's resource.
 CLAIMED = merged(
     MINIMAL,
     {
         "worker": {
-            "gpuResource": "",
-            "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "one-gpu"}],
+            "gpuResource": "", "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "one-gpu"}],
             "resources": {"claims": [{"name": "gpu"}]},
         },
         "extraObjects": [
             {
-                "apiVersion": "resource.k8s.io/v1",
-                "kind": "ResourceClaimTemplate",
-                "metadata": {"name": "one-gpu"},
+                "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate", "metadata": {"name": "one-gpu"},
                 "spec": {
                     "spec": {
-                        "devices": {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}]}
-                    }
+                        "devices": {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}]},
+                    },
                 },
-            }
+            },
         ],
     },
-)
+)  # fmt: skip
 
 # What YAML takes for a number, a truth value or syntax where it is not quoted.
 AWKWARD = merged(
     MINIMAL,
     {
-        "nameOverride": "123",
-        "fullnameOverride": "true",
-        "image": {"pullSecrets": ["123", {"name": "456"}]},
+        "nameOverride": "123", "fullnameOverride": "true", "image": {"pullSecrets": ["123", {"name": "456"}]},
         "worker": {"runtimeClassName": "123", "priorityClassName": "yes", "schedulerName": "on"},
         "ray": {
             "auth": {"existingSecret": "123"},
             "gcsFaultTolerance": {
-                "enabled": True,
-                "redisAddress": "redis://r:1",
-                "passwordSecret": {"name": "123", "key": "true"},
+                "enabled": True, "redisAddress": "redis://r:1", "passwordSecret": {"name": "123", "key": "true"},
             },
         },
-        "hub": {"token": "123", "key": "true"},
-        "admin": {"enabled": True, "key": "123"},
+        "hub": {"token": "123", "key": "true"}, "admin": {"enabled": True, "key": "123"},
         "apiKeys": {"existingSecret": "123", "key": "null", "smokeSecret": "123"},
-        "modelCache": {"existingClaim": "123", "subPath": "1/2", "readOnly": True},
-        "serviceAccount": {"name": "123"},
+        "modelCache": {"existingClaim": "123", "subPath": "1/2", "readOnly": True}, "serviceAccount": {"name": "123"},
         "ingress": {"enabled": True, "className": "123", "hosts": [{"host": "*.example.com", "path": "/a: b"}]},
         "networkPolicy": {"clients": [{"namespaceSelector": {}}]},
         "httpRoute": {"enabled": True, "parentRefs": [{"name": "123"}], "timeout": "1s"},
     },
-)
+)  # fmt: skip
 
 
 @pytest.fixture
