@@ -14,7 +14,7 @@ from torch import Tensor
 from speculative.config import LogprobsMode
 from speculative.gpu.capture import copy_once
 from speculative.gpu.filters import sampling_rows
-from speculative.gpu.row_judge import RowFields
+from speculative.gpu.row_judge import RowFields, Verified
 from speculative.gpu.staged_inputs import Array, Field
 from speculative.request import MAX_LOGPROBS, MAX_SCORED_IDS, SamplingParams
 from speculative.sampling.logprobs import LogprobRows, gather_logprobs, mode_matrix
@@ -56,7 +56,7 @@ class Reported(NamedTuple):
         logits: tuple[Tensor, Tensor],
         rows: RowFields,
         inputs: Mapping[str, Tensor],
-        verdicts: Tensor,
+        verified: Verified[Tensor],
     ) -> Tensor:
         """One float64 vector, as `unpack` reads it.
 
@@ -66,38 +66,32 @@ class Reported(NamedTuple):
             logits: [R, V] of the model, and the same after a step's edits.
             rows: that were judged.
             inputs: of the verification.
-            verdicts: what the judge returned.
+            verified: what the judge found.
         """
         original, edited = logits
+        survives = rows.offsets < verified.num_accepted[rows.entries]
+        emitted = torch.where(survives, rows.drafts, verified.token_ids[rows.entries].to(torch.int64))
         named = self.num_scored > 0
         processed = original
         if mode == "processed_logprobs":
             processed = ops.process(edited.float(), sampling_rows(rows._asdict()))
         found = gather_logprobs(
             mode_matrix(mode, original.float(), processed),
-            _emitted(rows, verdicts, original.shape[1]),
+            emitted.clamp(min=0, max=original.shape[1] - 1),  # of rows of no numbers some token of the vocabulary
             self.num_top,
             inputs["scored_ids"][rows.entries] if named else None,
         )
         return copy_once([found.values, found.ranks, found.top_ids, found.top_values, found.scored])
 
-    def unpack(self, values: Array, num_rows: int, vocab_size: int) -> tuple[LogprobRows, Array]:
-        """The logprobs of the rows that were captured, and what follows them in the vector."""
+    def unpack(self, values: Array, num_rows: int, vocab_size: int) -> LogprobRows:
+        """The logprobs of the rows that were captured."""
         num_top = min(self.num_top, vocab_size)
-        lengths = [num_rows * each for each in (1, 1, num_top, num_top, self.num_scored)]
-        own, ranks, top_ids, top_values, scored, rest = np.split(values, np.cumsum(lengths))
-        found = LogprobRows(
+        ends = np.cumsum([num_rows * each for each in (1, 1, num_top, num_top)])
+        own, ranks, top_ids, top_values, scored = np.split(values, ends)
+        return LogprobRows(
             values=own.astype(np.float32),
             ranks=ranks.astype(np.int64),
             top_ids=top_ids.reshape(num_rows, -1).astype(np.int64),
             top_values=top_values.reshape(num_rows, -1).astype(np.float32),
             scored=scored.reshape(num_rows, -1).astype(np.float32),
         )
-        return found, rest
-
-
-def _emitted(rows: RowFields, verdicts: Tensor, vocab_size: int) -> Tensor:
-    """[R] int64, as `emitted_at_rows`; of rows of no numbers some token of the vocabulary."""
-    num_accepted, token_ids = verdicts[: 2 * len(rows.counts)].to(torch.int64).view(2, -1)
-    emitted = torch.where(rows.offsets < num_accepted[rows.entries], rows.drafts, token_ids[rows.entries])
-    return emitted.clamp(min=0, max=vocab_size - 1)

@@ -1,14 +1,12 @@
 """`RowJudge` by the kernels of `triton_vocabulary`; imported only where Triton is installed."""
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
 
 from speculative.config import LogprobsMode
 from speculative.gpu import triton_vocabulary as kernels
-from speculative.gpu.row_judge import RowFields, SampledFrom
+from speculative.gpu.row_judge import Layout, RowFields, SampledFrom
 from speculative.gpu.triton_filters import triton_floors
 from speculative.selfcheck.eprocess import STAKES
 from speculative.selfcheck.invariants import MASS_ROUNDING
@@ -30,36 +28,42 @@ class TritonJudge:
     def __init__(self, mode: LogprobsMode) -> None:
         self._mode = mode
 
-    def __call__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> tuple[Tensor, tuple[str, ...]]:
+    def __call__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> tuple[Tensor, Layout]:
         """Implement `RowJudge`."""
         launches = _Launches(logits, rows, sampled)
         launches.settle()
         launches.report(self._mode)
         launches.take_terms()
-        return launches.out.vector, launches.checks
+        return launches.vector, launches.layout
 
 
 class _Launches:
     """Those of one step."""
 
     def __init__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> None:
-        self.checks: tuple[str, ...] = COUPLED_CHECKS_OF_DETERMINISTIC + CHECKS_OF_DETERMINISTIC
+        checks: tuple[str, ...] = COUPLED_CHECKS_OF_DETERMINISTIC + CHECKS_OF_DETERMINISTIC
+        # q, its columns, and where its rows are; anything stands in the place of what no kernel reads.
+        q, kind = (logits, rows.drafts, rows.packed, rows.packed), kernels.POINT_MASS
         if sampled is not None:
-            self.checks = COUPLED_CHECKS_OF_SAMPLED + CHECKS_OF_SAMPLED
+            checks = COUPLED_CHECKS_OF_SAMPLED + CHECKS_OF_SAMPLED
+            columns = sampled.places if sampled.columns is None else sampled.columns
+            q = (sampled.probs, columns, rows.packed, sampled.places)
+            kind = kernels.DENSE if sampled.columns is None else kernels.PART
+        self._kind = {"Q": kind.value}
         self._logits, self._rows = logits, rows
         self._num_rows, self._num_entries = len(rows.drafts), len(rows.first_rows)
         self._num_blocks = num_blocks = triton.cdiv(logits.shape[1], BLOCK)
-        is_sampled = sampled is not None
-        self.out = _Outputs(self._num_rows, self._num_entries, len(self.checks), logits.device, is_sampled=is_sampled)
-        self._room = _Workspace(self._num_rows, self._num_entries, num_blocks, logits.device)
+        self.layout = Layout(self._num_rows, self._num_entries, checks, sampled is not None)
+        self.vector = torch.empty(self.layout.size, dtype=torch.float64, device=logits.device)
+        self._out = self.layout.parts(self.vector)
+        self._room = _Workspace(self._num_rows, self._num_entries, num_blocks, len(checks), logits.device)
         self._filters = (rows.log_min_p, rows.top_k, rows.top_p)
         self._floors = triton_floors(logits, rows.temperature, *self._filters)
-        q, self._kind = _q(sampled, rows, logits)
         self._target = (logits, rows.temperature, rows.greedy, self._room.facts, self._floors)
         self._given = (*self._target, *q, rows.drafts)
-        self._mass_before = self.out.expected if sampled is None else sampled.mass_before
+        self._mass_before = self._out.expected if sampled is None else sampled.mass_before
         self._strides = (logits.stride(0), q[0].stride(0), self._num_rows)
-        self._settled = (self.out.num_accepted, self.out.token_ids)
+        self._settled = (self._out.num_accepted, self._out.token_ids)
         self._blocked = {"NUM_BLOCKS": num_blocks, "VOCABULARY": logits.shape[1], "BLOCK": BLOCK}
         self._by_row = {"NUM_BLOCKS": num_blocks, "PADDED": triton.next_power_of_2(num_blocks)}
 
@@ -96,8 +100,8 @@ class _Launches:
             rows.accept_uniforms,
             rows.sample_uniforms,
             *self._settled,
-            self.out.expected,
-            self.out.last_probs,
+            self._out.expected,
+            self._out.last_probs,
             room.drawn,
             *self._strides,
             **(self._blocked | self._by_row),
@@ -106,7 +110,7 @@ class _Launches:
 
     def report(self, mode: LogprobsMode) -> None:
         """Invariants and logprobs of every row."""
-        rows, room, out = self._rows, self._room, self.out
+        rows, room, out = self._rows, self._room, self._out
         kernels._compare_blocks[(self._num_entries, self._num_blocks)](
             *self._given,
             *self._filters,
@@ -135,7 +139,7 @@ class _Launches:
             out.values,
             out.ranks,
             out.draft_probs,
-            out.before,
+            out.mass_before,
             *self._strides,
             self._num_entries,
             MASS_ROUNDING,
@@ -147,7 +151,7 @@ class _Launches:
 
     def take_terms(self) -> None:
         """Those of the self-checks, summed up over the rows."""
-        rows, room, out = self._rows, self._room, self.out
+        rows, room, out = self._rows, self._room, self._out
         kernels._take_terms[(self._num_rows,)](
             *self._given,
             room.sums,
@@ -159,16 +163,16 @@ class _Launches:
             rows.checked,
             rows.counted,
             rows.coupled,
-            out.row_terms,
+            room.row_terms,
             out.rows,
             *self._strides,
             self._num_entries,
             **self._by_row,
             **self._kind,
         )
-        kernels._sum_terms[(len(self.checks) + 1,)](
+        kernels._sum_terms[(len(room.row_terms),)](
             rows.checked,
-            out.row_terms,
+            room.row_terms,
             stakes_on(self._logits.device),
             out.achievable,
             out.sums,
@@ -182,7 +186,7 @@ class _Launches:
 class _Workspace:
     """Memory in which the kernels hand results to one another; `triton_vocabulary` says what lies where."""
 
-    def __init__(self, num_rows: int, num_entries: int, num_blocks: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, num_entries: int, num_blocks: int, num_checks: int, device: torch.device) -> None:
         def empty(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
@@ -192,40 +196,4 @@ class _Workspace:
         self.drawn = empty(kernels.NUM_DRAWN, num_entries)
         self.choices = empty(2, num_rows, num_blocks)
         self.compared = empty(kernels.NUM_COMPARED, num_entries, num_blocks)
-
-
-class _Outputs:
-    """The vector of `RowJudge`, and its parts as the kernels write them."""
-
-    def __init__(
-        self, num_rows: int, num_entries: int, num_checks: int, device: torch.device, *, is_sampled: bool
-    ) -> None:
-        lengths = [num_entries, num_entries, num_rows, num_rows, num_entries, num_rows, num_rows]
-        lengths += [1, 3 * num_rows, num_checks * (len(STAKES) + 4)]
-        lengths += [num_rows, num_rows, num_entries] if is_sampled else [0, 0, 0]
-        self.vector = torch.empty(sum(lengths), dtype=torch.float64, device=device)
-        (
-            self.num_accepted,
-            self.token_ids,
-            self.drafts,
-            self.broken,
-            self.expected,
-            self.values,
-            self.ranks,
-            self.achievable,
-            self.rows,
-            self.sums,
-            self.draft_probs,
-            self.before,
-            self.last_probs,
-        ) = self.vector.split(lengths)
-        self.row_terms = torch.empty((num_checks + 1, num_rows), dtype=torch.float64, device=device)
-
-
-def _q(sampled: SampledFrom | None, rows: RowFields, logits: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """q, its columns, and where its rows are; anything stands in the place of what no kernel reads."""
-    if sampled is None:
-        return (logits, rows.drafts, rows.packed, rows.packed), {"Q": kernels.POINT_MASS.value}
-    kind = kernels.DENSE if sampled.columns is None else kernels.PART
-    columns = sampled.places if sampled.columns is None else sampled.columns
-    return (sampled.probs, columns, rows.packed, sampled.places), {"Q": kind.value}
+        self.row_terms = empty(num_checks + 1, num_rows)

@@ -5,7 +5,6 @@ Rows are padded, and everything the host needs is returned in one vector (`RowJu
 and which entries are coupled are inputs, so there is one graph a bucket; and one more for each size of `Extras`.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from speculative.gpu.filters import SamplingArrays, sampling_fields
 from speculative.gpu.logit_edits import EditSizes, LogitEdits, StepEdits
 from speculative.gpu.logprob_report import Reported
 from speculative.gpu.operators import GraphOperators
-from speculative.gpu.row_judge import RowFields, SampledFrom
+from speculative.gpu.row_judge import Layout, RowFields, SampledFrom
 from speculative.gpu.staged_inputs import Array, Field, StagedInputs
 from speculative.gpu.step_requests import StepRequests
 from speculative.model.decoder import Decoder
@@ -89,7 +88,7 @@ class JudgedStep:
 
 class _Captured(NamedTuple):
     inputs: StagedInputs
-    replay: Callable[[], tuple[Tensor, tuple[str, ...]]]
+    replay: Callable[[], tuple[Tensor, Layout]]
 
 
 class VerifyGraph:
@@ -145,26 +144,30 @@ class VerifyGraph:
         captured.inputs.send()
         if rows.edits is not None:
             self._edits.send(rows.edits)
-        return functools.partial(self._read, bucket, rows, extras, *captured.replay())
+        return functools.partial(self._read, rows, extras, *captured.replay())
 
-    def _read(
-        self, bucket: Bucket, rows: JudgedRows, extras: Extras, vector: Tensor, checks: tuple[str, ...]
-    ) -> JudgedStep:
-        # `_compute` puts the reported logprobs before the judge's vector, at whose end is q.
-        values, reported, own_q = vector.cpu().numpy(), None, None
-        if self._samples and bucket.num_queries > 1:
-            end = len(values) - 2 * bucket.num_rows - bucket.num_seqs
-            values, own_q = values[:end], values[end:]
+    def _read(self, rows: JudgedRows, extras: Extras, vector: Tensor, layout: Layout) -> JudgedStep:
+        values = vector.cpu().numpy()
+        found, num_rows, num_entries = layout.parts(values), len(rows.step_input.drafts), len(rows.requests.params)
+        expected = found.expected[:num_entries]
+        own = found.draft_probs[:num_rows], found.last_probs[:num_entries], found.mass_before[:num_rows]
+        verdicts = Verdicts(
+            found.num_accepted[:num_entries].astype(np.int64),
+            found.token_ids[:num_entries].astype(np.int64),
+            float(expected[np.isfinite(expected)].sum()),  # a faulty row counts nothing
+            *(part if layout.samples else None for part in own),
+        )
+        logprobs = terms = None
         if extras.reported is not None:
-            reported, values = extras.reported.unpack(values, bucket.num_rows, self._decoder.config.vocab_size)
-        judged = _unpack(values, bucket, checks, rows)
-        if own_q is not None:
-            of_rows, of_last = own_q[: 2 * bucket.num_rows], own_q[2 * bucket.num_rows :]
-            of_drafts, before = of_rows.reshape(2, -1)[:, : len(rows.step_input.drafts)]
-            own = {"draft_probs": of_drafts, "mass_before": before, "last_probs": of_last[: len(rows.requests.params)]}
-            verdicts = dataclasses.replace(judged.verdicts, **own)
-            judged = dataclasses.replace(judged, verdicts=verdicts)
-        return judged if reported is None else dataclasses.replace(judged, logprobs=reported)
+            logprobs = extras.reported.unpack(values[layout.size :], layout.num_rows, self._decoder.config.vocab_size)
+        elif rows.requests.reported:
+            nothing = np.empty((num_rows, 0))
+            own_values, ranks = found.values[:num_rows].astype(np.float32), found.ranks[:num_rows].astype(np.int64)
+            logprobs = LogprobRows(own_values, ranks, nothing, nothing, nothing)
+        if rows.checked:
+            terms = Terms(layout.checks, found.sums, float(found.achievable[0]), found.rows[:, :num_rows])
+        broken, drafts = (part[:num_rows].astype(np.int64) for part in (found.broken, found.drafts))
+        return JudgedStep(verdicts, broken, drafts, logprobs, terms)
 
     def _extras_of(self, rows: JudgedRows, params: Sequence[SamplingParams]) -> Extras:
         reports = rows.requests.reported
@@ -175,7 +178,7 @@ class VerifyGraph:
             reported = reported or Reported()  # the judge does not see the model's own logits
         return Extras(reported, None if rows.edits is None else rows.edits.sizes)
 
-    def _compute(self, bucket: Bucket, extras: Extras, inputs: Mapping[str, Tensor]) -> tuple[Tensor, tuple[str, ...]]:
+    def _compute(self, bucket: Bucket, extras: Extras, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Layout]:
         logits = self._decoder.project(self._statics.hidden[inputs["places"]])  # [R, V]
         drafts, made, sampled = inputs["drafts"], self._statics.drafts, None
         if self._samples and bucket.num_queries > 1:  # with one row a sequence nothing was drafted
@@ -185,11 +188,12 @@ class VerifyGraph:
             )
         rows = RowFields(**{name: inputs[name] for name in RowFields._fields} | {"drafts": drafts})
         edited = logits if extras.edits is None else self._edits.apply(logits, rows, extras.edits)
-        judged, checks = self._judge(edited, rows, sampled)
+        vector, layout = self._judge(edited, rows, sampled)
         if extras.reported is None:
-            return judged, checks
-        more = extras.reported.make(self._mode, self._ops, (logits, edited), rows, inputs, judged)
-        return torch.cat([more, judged]), checks
+            return vector, layout
+        verified = layout.parts(vector)
+        more = extras.reported.make(self._mode, self._ops, (logits, edited), rows, inputs, verified)
+        return torch.cat([vector, more]), layout
 
 
 def _fields(bucket: Bucket, vocab_size: int) -> dict[str, Field]:
@@ -245,27 +249,3 @@ def _give_rows_to_nobodies(host: dict[str, Array], num_rows: int, num_entries: i
     host["first_rows"][nobodies] = own
     host["entries"][own] = nobodies
     host["offsets"][own] = 0
-
-
-def _unpack(vector: Array, bucket: Bucket, checks: tuple[str, ...], rows: JudgedRows) -> JudgedStep:
-    rest = vector
-
-    def take(count: int) -> Array:
-        nonlocal rest
-        taken, rest = rest[:count], rest[count:]
-        return taken
-
-    num_rows, num_entries = len(rows.step_input.drafts), len(rows.step_input.sampled_entries)
-    accepted, token_ids = (take(bucket.num_seqs)[:num_entries].astype(np.int64) for _ in range(2))
-    drafts, broken = (take(bucket.num_rows)[:num_rows].astype(np.int64) for _ in range(2))
-    expected = take(bucket.num_seqs)[:num_entries]
-    expected = np.where(np.isfinite(expected), expected, 0.0).sum()  # a faulty row counts nothing
-    values, ranks = (take(bucket.num_rows)[:num_rows] for _ in range(2))
-    logprobs = terms = None
-    if rows.requests.reported:
-        nothing = np.empty((num_rows, 0))
-        logprobs = LogprobRows(values.astype(np.float32), ranks.astype(np.int64), nothing, nothing, nothing)
-    if rows.checked:
-        achievable, per_row = float(take(1)[0]), take(3 * bucket.num_rows).reshape(3, -1)[:, :num_rows]
-        terms = Terms(checks, rest.reshape(len(checks), -1), achievable, per_row)
-    return JudgedStep(Verdicts(accepted, token_ids, float(expected)), broken, drafts, logprobs, terms)

@@ -166,32 +166,27 @@ def in_turn(filters: tuple[tuple[float, int, float], ...], owners: Iterable[int]
     }
 
 
-ROWS = ("chance", "below", "own")  # of `Terms`
-
-
 def parts(judge: RowJudge, given: Scene) -> dict[str, Tensor]:
-    """The vector's parts that were wanted, by name."""
-    vector, checks = judge(given.logits, given.rows, given.sampled)
-    num_rows, num_entries = len(given.rows.drafts), len(given.rows.counts)
-    sizes = {"accepted": num_entries, "tokens": num_entries, "drafts": num_rows, "broken": num_rows}
-    sizes |= {"expected": num_entries, "values": num_rows, "ranks": num_rows, "achievable": 1}
-    sizes |= dict.fromkeys(ROWS, num_rows) | dict.fromkeys(checks, 16)
-    if given.sampled is not None:
-        sizes |= {"q": num_rows, "q_before": num_rows, "q_of_last": num_entries}
-    assert vector.dtype == torch.float64 and len(vector) == sum(sizes.values())
-    found = dict(zip(sizes, vector.split(list(sizes.values())), strict=True))
-    unwanted = () if given.rows.reported else ("values", "ranks")
-    unwanted += () if given.rows.checked else ("achievable", *ROWS, *checks)
-    return {name: values for name, values in found.items() if name not in unwanted}
+    """What was wanted of what a judge finds, by name; the rows and sums of `Terms` by names of their own."""
+    vector, layout = judge(given.logits, given.rows, given.sampled)
+    assert vector.dtype == torch.float64 and len(vector) == layout.size
+    found = layout.parts(vector)._asdict()
+    terms = dict(zip(("chance", "below", "own"), found.pop("rows"), strict=True))
+    terms |= dict(zip(layout.checks, found.pop("sums"), strict=True))
+    terms["achievable"] = found.pop("achievable")
+    if not given.rows.reported:
+        del found["values"], found["ranks"]
+    found |= terms if given.rows.checked else {}
+    return {name: values for name, values in found.items() if len(values)}
 
 
 def assert_equal(judge: RowJudge, given: Scene, mode: LogprobsMode = "raw_logprobs") -> dict[str, Tensor]:
     ours, theirs = parts(judge, given), parts(torch_judge(mode), given)
     assert ours.keys() == theirs.keys()
-    for name in ("accepted", "tokens", "drafts", "broken"):
+    for name in ("num_accepted", "token_ids", "drafts", "broken"):
         assert ours[name].tolist() == theirs[name].tolist(), name
-    emitted = given.rows.offsets <= ours["accepted"][given.rows.entries]
-    for name in ours.keys() - {"accepted", "tokens", "drafts", "broken"}:
+    emitted = given.rows.offsets <= ours["num_accepted"][given.rows.entries]
+    for name in ours.keys() - {"num_accepted", "token_ids", "drafts", "broken"}:
         where = emitted if name in ("values", "ranks") else slice(None)
         torch.testing.assert_close(ours[name][where], theirs[name][where], **TOLERANCE, msg=name, equal_nan=True)
     return ours

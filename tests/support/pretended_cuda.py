@@ -39,7 +39,7 @@ from speculative.gpu.packed_attention import PackedRows, SendPacked
 from speculative.gpu.paged_attention import AttendPaged, AttentionSizes, PagedRows
 from speculative.gpu.row_drafts import DraftBuffers, DraftFields
 from speculative.gpu.row_edits import EditFields
-from speculative.gpu.row_judge import RowFields, RowJudge, SampledFrom
+from speculative.gpu.row_judge import Layout, RowFields, RowJudge, SampledFrom
 from speculative.kernels.chosen import ChosenKernels
 from speculative.model.attention import CacheAttention
 from speculative.model.config import PLAIN, ScoreRule
@@ -593,7 +593,7 @@ class _RowJudge:
     def __init__(self, device: PretendedCuda, mode: LogprobsMode, of_triton: RowJudge) -> None:
         self._device, self._judge, self._of_triton = device, TorchJudge(VocabularyOps(), mode), of_triton
 
-    def __call__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> tuple[Tensor, tuple[str, ...]]:
+    def __call__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> tuple[Tensor, Layout]:
         given = [tensor for tensor in (*rows, *(sampled or ())) if tensor is not None]
         assert all(tensor.is_contiguous() for tensor in given)
         dtypes = dict.fromkeys(("temperature", "log_min_p", "top_p"), torch.float32)
@@ -605,14 +605,14 @@ class _RowJudge:
             assert sampled.probs.dtype == torch.float32 and sampled.places.dtype == torch.int64
             assert (sampled.columns is None) == (sampled.ids is None)
             assert sampled.columns is None or sampled.columns.dtype == torch.int32
-        checks: tuple[str, ...] = ()
+        layouts = list[Layout]()
 
         def judge(*given: Any) -> Tensor:
-            nonlocal checks
-            vector, checks = self._judge(*given)
+            vector, layout = self._judge(*given)
+            layouts.append(layout)
             return vector
 
-        return self._device.kernels(self._of_triton, judge, logits, rows, sampled), checks
+        return self._device.kernels(self._of_triton, judge, logits, rows, sampled), layouts[-1]
 
 
 class _LayerOps:

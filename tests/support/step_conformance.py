@@ -108,11 +108,11 @@ def rows_are_judged_as_by_torch_with_filters_beside_rows_without(one: Arithmetic
         counts = COUNTS if kind == "sub-vocabulary" else (2, 0, 3, 1, 2)
         given = scene(kind, counts)
         without, found = assert_equal(one.judge, given), assert_equal(one.judge, filtered(given, *FILTERS))
-        assert 0 < int(without["accepted"].sum()) < sum(counts)
+        assert 0 < int(without["num_accepted"].sum()) < sum(counts)
         assert not without["broken"].any() and not found["broken"].any()
         assert found["expected"].tolist() != without["expected"].tolist()
         own = [entry for entry in range(len(counts)) if FILTERS[entry % len(FILTERS)] == NO_FILTER]
-        for name in ("accepted", "tokens", "expected"):
+        for name in ("num_accepted", "token_ids", "expected"):
             assert torch.equal(found[name][own], without[name][own]), f"{name}: they are their own rows' alone"
 
 
@@ -147,9 +147,9 @@ def coupled_entries_are_judged_as_by_torch(one: Arithmetic) -> None:
         given.logits[0, given.rows.drafts[0]] = 9.0  # so that one of them survives
         plain = parts(one.judge, given.with_rows(coupled=torch.zeros(3, dtype=torch.bool)))
         found = assert_equal(one.judge, given)
-        assert not found["broken"].any() and found["accepted"][0] > 0
+        assert not found["broken"].any() and found["num_accepted"][0] > 0
         others = ~given.rows.coupled
-        for name in ("accepted", "tokens", "expected"):
+        for name in ("num_accepted", "token_ids", "expected"):
             assert torch.equal(found[name][others], plain[name][others])
         assert not torch.equal(found["expected"], plain["expected"])
 
@@ -163,7 +163,7 @@ def ties_at_the_edge_of_a_filter_stay(one: Arithmetic) -> None:
     given = filtered(given.with_rows(greedy=torch.zeros(12, dtype=torch.bool)), (0.0, 2, 1.0), (0.0, 0, 0.7))
     given.rows.sample_uniforms[:] = (torch.arange(12) + 0.5) / 12
     found = assert_equal(one.judge, given)
-    assert set(found["tokens"].tolist()) == set(possible[1:4].tolist())
+    assert set(found["token_ids"].tolist()) == set(possible[1:4].tolist())
     assert not found["broken"].any()
 
 
@@ -177,11 +177,11 @@ def rows_that_are_no_distribution_are_reported_and_harm_no_other(one: Arithmetic
         sound, found, theirs = parts(one.judge, given), parts(one.judge, damaged), parts(torch_judge(), damaged)
         assert found["broken"].tolist() == theirs["broken"].tolist()
         assert found["broken"][[first, second, third]].tolist() == [1, 1, 2]
-        assert ((found["tokens"] >= 0) & (found["tokens"] < VOCABULARY)).all()
-        for name in ("accepted", "tokens", "expected"):
+        assert ((found["token_ids"] >= 0) & (found["token_ids"] < VOCABULARY)).all()
+        for name in ("num_accepted", "token_ids", "expected"):
             assert torch.equal(found[name][[1, 4]], sound[name][[1, 4]]), name
         # q of the last token, too: the damaged rows' is any.
-        for check in found.keys() - {"accepted", "tokens", "drafts", "broken", "expected", "q_of_last"}:
+        for check in found.keys() - {"num_accepted", "token_ids", "drafts", "broken", "expected", "last_probs"}:
             torch.testing.assert_close(found[check], theirs[check], **TOLERANCE, equal_nan=True, msg=check)
 
 
@@ -204,7 +204,7 @@ def a_q_that_is_no_distribution_is_reported(one: Arithmetic) -> None:
             found, theirs = (parts(judge, given) for judge in (one.judge, torch_judge()))
             assert found["broken"].tolist() == theirs["broken"].tolist()
             assert found["broken"][1] == (4 if damage == "no mass on the draft" else 3)
-            for check in found.keys() - {"accepted", "tokens", "drafts", "broken"}:
+            for check in found.keys() - {"num_accepted", "token_ids", "drafts", "broken"}:
                 torch.testing.assert_close(found[check], theirs[check], **TOLERANCE, equal_nan=True, msg=check)
 
 
@@ -215,7 +215,7 @@ def the_one_token_that_is_left_is_drawn(one: Arithmetic) -> None:
         given.logits[:] = -torch.inf
         given.logits[:, token] = -30.0
         given.rows.sample_uniforms[:] = torch.tensor([1e-300, 0.5, 1 - 2**-53], dtype=torch.float64)
-        assert assert_equal(one.judge, given)["tokens"].tolist() == [token] * 3
+        assert assert_equal(one.judge, given)["token_ids"].tolist() == [token] * 3
 
 
 def a_token_without_mass_is_never_drawn(one: Arithmetic) -> None:
@@ -231,7 +231,7 @@ def a_token_without_mass_is_never_drawn(one: Arithmetic) -> None:
     around = torch.cat([middles, *(edges + step * 2.0**-53 for step in range(-6, 7))])[:64].clamp(2**-60, 1 - 2**-53)
     given.rows.sample_uniforms[:] = around
     found = parts(one.judge, given)
-    assert set(found["tokens"].tolist()) == set(possible.tolist())
+    assert set(found["token_ids"].tolist()) == set(possible.tolist())
     assert not found["broken"].any()
 
 
@@ -259,8 +259,8 @@ def uniforms_meet_the_edges_of_equal_tokens(one: Arithmetic) -> None:
         uniforms = torch.cat([edges - EDGE, edges + EDGE]) / len(left)
         given.rows.sample_uniforms[given.rows.first_rows] = uniforms
         found = parts(one.judge, given)
-        assert not found["accepted"].any() and not found["broken"].any()
-        assert found["tokens"].tolist() == left[torch.cat([edges - 1, edges]).long()].tolist()
+        assert not found["num_accepted"].any() and not found["broken"].any()
+        assert found["token_ids"].tolist() == left[torch.cat([edges - 1, edges]).long()].tolist()
 
 
 def emitted_tokens_follow_p_exactly(one: Arithmetic) -> None:
@@ -295,8 +295,8 @@ def emitted_tokens_follow_p_exactly(one: Arithmetic) -> None:
                     mass_before=torch.zeros(num_entries, dtype=torch.float64),
                 )
             found = parts(one.judge, Scene(given.logits.repeat(num_entries, 1), rows, sampled))
-            assert found["accepted"].tolist() == [accepted] * num_entries
-            tokens = first if accepted else found["tokens"].long()
+            assert found["num_accepted"].tolist() == [accepted] * num_entries
+            tokens = first if accepted else found["token_ids"].long()
             emitted.index_add_(0, tokens, (q[drafts] * weights)[chosen] / (1 if accepted else num_draws))
         assert (emitted - p).abs().max() < 0.5 / num_draws  # half a cell an edge
 

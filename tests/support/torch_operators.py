@@ -17,7 +17,7 @@ from speculative.gpu.packed_attention import PackedRows
 from speculative.gpu.paged_attention import PagedRows
 from speculative.gpu.row_drafts import DraftBuffers, DraftFields
 from speculative.gpu.row_edits import EditFields
-from speculative.gpu.row_judge import RowFields, SampledFrom
+from speculative.gpu.row_judge import Layout, RowFields, SampledFrom, Verified
 from speculative.kernels.chosen import ChosenKernels
 from speculative.model.attention import prepare_by
 from speculative.model.config import PLAIN, ScoreRule
@@ -201,7 +201,7 @@ class TorchJudge:
     ops: VocabularyOps
     mode: LogprobsMode
 
-    def __call__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> tuple[Tensor, tuple[str, ...]]:
+    def __call__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> tuple[Tensor, Layout]:
         logits = logits.float()
         sampling = sampling_rows(rows._asdict())
         processed = self.ops.process(logits, sampling)
@@ -214,13 +214,16 @@ class TorchJudge:
         broken = self.ops.broken_rows(step, verified, emitted, processed.amax(dim=-1), outside)
         reported = gather_logprobs(mode_matrix(self.mode, logits, processed), emitted, 0)
         terms = self.ops.take_terms(step, verified, emitted, TermScope(rows.counted, rows.coupled))
-        parts = [verified.num_accepted, verified.token_ids, step.drafts, broken, verified.expected_accepted]
-        parts += [reported.values, reported.ranks, terms.achievable, terms.rows, terms.sums]
+        of_drafts, before, of_last = (torch.empty(0),) * 3
         if sampled is not None:
             of_drafts, of_last, _ = self.ops.round_probs(step, verified, places=False)
             place = sampled.places[rows.packed.clamp(max=len(sampled.places) - 1)]
-            parts += [of_drafts, torch.where(step.judged, sampled.mass_before[place], 0.0), of_last]
-        return copy_once(parts), terms.checks
+            before = torch.where(step.judged, sampled.mass_before[place], 0.0)
+        found = Verified(
+            *(verified.num_accepted, verified.token_ids, step.drafts, broken, verified.expected_accepted),
+            *(reported.values, reported.ranks, terms.achievable, terms.rows, terms.sums, of_drafts, before, of_last),
+        )
+        return copy_once([*found]), Layout(len(rows.drafts), len(rows.counts), terms.checks, sampled is not None)
 
 
 def verify_input(probs: Tensor, rows: RowFields, draft_probs: DraftProbs) -> VerifyInput:

@@ -33,7 +33,7 @@ def test_a_step_alone_and_padded_is_judged_alike(make_judge: MakeJudge, kind: st
     alone, whole = (parts(judge, one) for one in (given, padded(given)))
     for name, values in alone.items():
         found = whole[name][: len(values)]
-        assert torch.equal(found, values) or name not in ("accepted", "tokens", "drafts", "broken", "values")
+        assert torch.equal(found, values) or name not in ("num_accepted", "token_ids", "drafts", "broken", "values")
         torch.testing.assert_close(found, values, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
@@ -52,12 +52,12 @@ def test_a_token_outside_its_filters_is_reported(
     monkeypatch.setattr(triton_judge, "triton_floors", lambda logits, *_: torch.full((len(logits),), -torch.inf))
     found = parts(judge, given)
     outside = found["broken"] == 6
-    last = given.rows.offsets == found["accepted"][given.rows.entries]
+    last = given.rows.offsets == found["num_accepted"][given.rows.entries]
     assert outside[last].any() and outside[~last].any()
     # Whatever a filter leaves out is unlikely: most tokens are within, and none of theirs is reported.
     processed = given.logits / given.rows.temperature
-    emitted = torch.where(last, found["tokens"][given.rows.entries], found["drafts"]).long()
-    reached = given.rows.offsets <= found["accepted"][given.rows.entries]
+    emitted = torch.where(last, found["token_ids"][given.rows.entries], found["drafts"]).long()
+    reached = given.rows.offsets <= found["num_accepted"][given.rows.entries]
     kept = torch_kept(processed, which).gather(1, emitted.clamp(min=0)[:, None])[:, 0]
     assert (outside == (reached & ~kept & ~given.rows.greedy)).all()
 
