@@ -1,1 +1,1 @@
-"""Dense decoder models of the Llama family, on one device."""
+"""Dense decoder models, on one device."""

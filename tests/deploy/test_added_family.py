@@ -62,7 +62,7 @@ print(json.dumps(reply["choices"][0]["token_ids"]))
 
 def test_a_family_is_served_once_it_is_in_one_file_and_in_the_registry(tmp_path: Path) -> None:
     section = PAGE.partition("**a model family**")[2].partition("\n**")[0]
-    assert "`speculative/model/families/NAME.py`" in section and "`__init__.py`" in section
+    assert "`speculative/model/families/NAME.py`" in section and f"`{REGISTRY}`" in section
     registry = (ROOT / REGISTRY).read_text(encoding="utf-8").replace("\n}", '\n    "Exaone4ForCausalLM": "exaone4",\n}')
     files = {REGISTRY: registry, "speculative/model/families/exaone4.py": EXAONE4}
     tree = changed_tree(tmp_path / "tree", files)
