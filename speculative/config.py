@@ -8,19 +8,23 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from speculative.draft_tree import rows_of_levels
 from speculative.drafters import read_options, registered
 from speculative.options import OptionError, Options, SomeOptions, option
+from speculative.weight_formats import FORMATS
 
 _log = logging.getLogger("truespec.config")
 
 CPU_CACHE_TOKENS = 16384  # of the KV cache, where nothing else is set
 
 VerifierName = Literal["token_wise", "coupled"]
-WeightsName = Literal["auto", "float32", "bfloat16", "w4a8", "fp8"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+if TYPE_CHECKING:
+    WeightsName = str
+else:
+    WeightsName = Literal[("auto", *FORMATS)]
 
 KINDS_WITH_WEIGHTS = ("draft_model", "eagle3", "mtp")
 MAX_DRAFTS = 64
@@ -138,8 +142,9 @@ class EngineSettings(Options):
     )
     quantization: WeightsName = option(
         "auto",
-        "Form of the weights; `auto`: what the checkpoint holds (fp8, or w4a8 for four bits on a CPU), else `dtype`. "
-        "w4a8 is for CPUs: weights of four bits, activations of eight. fp8 is for GPUs.",
+        "Form of the weights; `auto`: what the checkpoint holds, else `dtype`"
+        + "".join(f"; `{name}`: {one.meaning}" for name, one in FORMATS.items() if one.meaning)
+        + ".",
     )
     device: str = option(
         "auto",
@@ -195,7 +200,10 @@ class EngineConfig(EngineSettings):
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
 
     def check(self) -> None:
-        """The cache holds whole blocks and the longest sequence, and a step every running sequence."""
+        """The weights have a known format; the cache holds whole blocks and the longest sequence, a step all those."""
+        if self.quantization not in ("auto", *FORMATS):
+            rule = f"must be one of auto, {', '.join(FORMATS)}, got {self.quantization!r}."
+            raise OptionError("quantization", rule)
         if (room := self.kv_cache_tokens) is not None and room < (self.max_model_len or 0):
             longest = f"must hold at least one sequence of max_model_len ({self.max_model_len}) tokens, got {room}; "
             raise OptionError("kv_cache_tokens", longest + "raise it or lower max_model_len.")

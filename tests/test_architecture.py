@@ -45,6 +45,7 @@ LEAVES = {
         "state.prefix",
         "lookup.ngram",
         "drafters",
+        "weight_formats",
         "lookup.suffix",
         "sampling.logprob_checks",
         "selfcheck.eprocess",

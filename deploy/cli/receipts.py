@@ -11,6 +11,7 @@ from deploy.cli.console import err, say
 from deploy.reports.progress import View
 from deploy.run.models import find_model
 from speculative.errors import ConfigError, TruespecError
+from speculative.weight_formats import PRECISIONS
 
 _WRONG, _UNCHECKED = 1, 2
 
@@ -28,7 +29,7 @@ _WRONG, _UNCHECKED = 1, 2
 @click.option("--public-key", type=click.Path(path_type=Path), help="The PEM file of the key that must have signed.")
 @click.option(
     "--precision",
-    type=click.Choice(["float32", "bfloat16", "w4a8", "fp8"]),
+    type=click.Choice(PRECISIONS),
     help="The coarsest that the service may have computed in.  [default: bfloat16, or that of a rounded checkpoint]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON, one a line.")

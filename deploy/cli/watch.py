@@ -128,8 +128,8 @@ def _referee_options(options: dict[str, Any], **own: Any) -> tuple[Any, Any]:
     """Return how answers are judged, and computed again."""
     from deploy.run.replayers import ReplayerOptions
     from deploy.watch.referee import RefereeOptions
-    from serve_app.backends.base import PRECISIONS
     from serve_app.referee.judge.tolerance import Tolerance
+    from speculative.weight_formats import PRECISIONS
 
     defaults = dict(_default(text) for text in options["defaults"])
     if options["tolerance"] is not None and options["precision"] is not None:

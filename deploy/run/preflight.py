@@ -22,7 +22,7 @@ from serve_app.http.access.access import read_token
 from serve_app.http.access.keys import read_keys
 from serve_app.referee.records.signatures import SigningKey
 from serve_app.text.tokenizer import Tokenizer
-from speculative.config import EngineConfig, WeightsName, why_no_triton
+from speculative.config import EngineConfig, why_no_triton
 from speculative.drafting.draft_model import drafted_ids
 from speculative.drafting.weights import longest_sequence
 from speculative.errors import ConfigError, TruespecError
@@ -31,15 +31,14 @@ from speculative.model.config import ModelConfig
 from speculative.model.eagle3 import Eagle3Config
 from speculative.model.end_tokens import read_json
 from speculative.model.file_names import LOWER_FILES, TOP_FILES
-from speculative.model.forms import rounded_form
+from speculative.model.forms import format_held
 from speculative.model.head_checkpoint import read_held_out_rates
 from speculative.model.loading import check_weights, checkpoint_files, choose_weights
 from speculative.model.tensor_files import check_tensors, read_header
+from speculative.weight_formats import FORMATS, Device, format_wanted
 
 _PLACE = "applications[0].args"
 _GIB = 2**30
-# Bytes of a weight in each form; the CPU's four-bit ones share a scale and a least weight among 32.
-_WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "fp8": 1.0, "w4a8": 20 / 32}
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _MOST_SHARED = 4  # times the cores: beyond it a replica hardly progresses; below, it is slow, with a warning
 
@@ -249,7 +248,8 @@ def _check_model(config: AppConfig, machine: Machine, found: Preflight) -> None:
                     else:
                         Eagle3Config.from_folder(drafter).for_target(model)
                         read_held_out_rates(drafter)
-        if engine.quantization not in ("auto", engine.dtype) or rounded_form(folder) == "fp8":
+        held = format_held(folder)
+        if engine.quantization not in ("auto", engine.dtype) or (held is not None and FORMATS[held].scheme):
             for kind in ("cpu", "cuda"):
                 with found.reading("engine.quantization"):
                     if config.pools_on(kind):
@@ -261,8 +261,7 @@ def _check_memory(
     config: AppConfig, engine: EngineConfig, model: ModelConfig, machine: Machine, found: Preflight
 ) -> None:
     """Weights and KV caches that no memory holds. Activations and libraries, which come on top, are not counted."""
-    num_weights = sum(map(_num_weights, found.folders.values()))
-    is_fp8 = engine.quantization == "fp8" or rounded_form(found.folders["model.source"]) == "fp8"
+    num_weights = {setting: _num_weights(folder) for setting, folder in found.folders.items()}
     token_bytes = model.kv_shape.num_values * _DTYPE_BYTES[engine.dtype]
     on_cpus = sum(config.pool(name).least_replicas for name in config.pools_on("cpu"))
     # A fraction of a GPU only matters to Ray's scheduling, and does not limit memory.
@@ -271,13 +270,12 @@ def _check_memory(
         (on_gpus, max(machine.gpu_bytes, default=0), "one GPU", True),
         (on_cpus, machine.memory_bytes, "this machine", False),
     ):
-        form: WeightsName = engine.dtype
-        if is_fp8:
-            form = "fp8"
-        elif not uses_gpu and engine.dtype != "float32" and engine.quantization != engine.dtype:
-            form = "w4a8" if engine.quantization == "auto" else engine.quantization  # the smallest it may become
-        read = form if form == "fp8" else engine.dtype  # a checkpoint is read before a CPU packs it
-        plain, kept = (_WEIGHT_BYTES[one] * num_weights for one in (read, form))
+        device: Device = "cuda" if uses_gpu else "cpu"
+        form = format_wanted(engine.quantization, format_held(found.folders["model.source"]), engine.dtype, device)
+        read = engine.dtype if FORMATS[form].packed else form
+        plain = FORMATS[read].num_bytes * sum(num_weights.values())
+        fewest = min(one.num_bytes for one in FORMATS.values() if device in one.devices)  # as drafters may be packed
+        kept = sum((FORMATS[form].num_bytes if of == "model.source" else fewest) * n for of, n in num_weights.items())
         # A GPU's cache is as large as it can be.
         num_tokens = (engine.kv_cache_tokens or 0) if uses_gpu else engine.cpu_cache_tokens
         cache, here = token_bytes * num_tokens, f"{place} has {room_bytes / _GIB:.1f} GiB"

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from deploy.run.replayers import LoadedReplayer, ReplayerOptions, make_replayer
 from deploy.run.replied import Replied
-from serve_app.backends.base import PRECISIONS, Replayed, precision_of
+from serve_app.backends.base import Replayed, precision_of
 from serve_app.referee.judge.detectors import distribution_alarm, why_shifted
 from serve_app.referee.judge.draws import (
     NOT_REPLAYED,
@@ -34,8 +34,9 @@ from serve_app.text.tokenizer import StopMatcher, StopStrings, Tokenizer
 from speculative.errors import ConfigError
 from speculative.model.config import ModelConfig
 from speculative.model.fingerprint import model_fingerprint
-from speculative.model.forms import ROUNDED_FORMS, rounded_form
+from speculative.model.forms import format_held
 from speculative.request import SamplingParams
+from speculative.weight_formats import FORMATS, PRECISIONS, is_rounded
 
 EngineName = Literal["torch", "transformers"]
 
@@ -177,7 +178,7 @@ class Verifier:
         self, folder: Path, engine: EngineName, longest: int, public_key: PublicKey | None = None, precision: str = ""
     ) -> None:
         self._folder = folder
-        self._precision = precision or rounded_form(folder) or "bfloat16"
+        self._precision = precision or precision_of("bfloat16", format_held(folder))
         self._engine = engine
         self._longest = longest
         self._public_key = public_key
@@ -219,7 +220,7 @@ class Verifier:
             )
         if receipt.dtype not in _DTYPES:
             return f"its dtype is {on_one_line(receipt.dtype)}, and an engine computes in {' or '.join(_DTYPES)}"
-        if receipt.weights not in (*_DTYPES, *ROUNDED_FORMS):
+        if receipt.weights not in FORMATS:
             return f"its weights are {on_one_line(receipt.weights)}, a form that no engine has"
         if PRECISIONS.index(own := precision_of(receipt.dtype, receipt.weights)) > PRECISIONS.index(self._precision):
             allowed = f"and {self._precision} is the coarsest that is allowed for this model"
@@ -264,13 +265,13 @@ class Verifier:
 
     async def _replayed(self, receipt: Receipt) -> Replayed:
         """By our engine, in float32 or in the form that the weights were rounded to; or by `transformers`."""
-        rounded = receipt.weights in ROUNDED_FORMS
+        rounded = is_rounded(receipt.weights)
         options = ReplayerOptions(
             self._folder,
             self._engine,
             dtype="bfloat16" if rounded and receipt.dtype == "bfloat16" else "float32",
-            quantization=receipt.weights if rounded else "auto",  # type: ignore[arg-type]  # `ROUNDED_FORMS` are some
-            device="auto" if receipt.weights == "fp8" else "cpu",
+            quantization=receipt.weights if rounded else "auto",
+            device="cpu" if "cpu" in FORMATS[receipt.weights].devices else "auto",
             max_model_len=self._longest,
             at_once=1,
         )
@@ -299,8 +300,8 @@ def _check_signature(receipt: Receipt, key: PublicKey | None) -> tuple[str, str]
 
 def _name(receipt: Receipt, engine: EngineName) -> str:
     if engine == "transformers":
-        return "transformers in float32" + (" with w4a8 weights" if receipt.weights == "w4a8" else "")
-    return f"truespec with {receipt.weights} weights" if receipt.weights in ROUNDED_FORMS else "truespec in float32"
+        return "transformers in float32" + (f" with {receipt.weights} weights" if is_rounded(receipt.weights) else "")
+    return f"truespec with {receipt.weights} weights" if is_rounded(receipt.weights) else "truespec in float32"
 
 
 def _judge(receipt: Receipt, replay: Replayed, pair: Tolerance, signature: str, replayed_by: str) -> ReceiptVerdict:

@@ -14,6 +14,7 @@ import numpy as np
 from speculative.errors import ConfigError, EngineFault, TruespecError
 from speculative.request import DEFAULT_VERSION, ReplayedToken, Request, Speculation, TokenDelta, TokenLogprobs
 from speculative.stats import CheckState, EngineUsage, StepStats
+from speculative.weight_formats import FORMATS, PRECISIONS
 
 SHIPPED_HEADS = Path(__file__).parents[1] / "heads"
 """Draft heads that come with the package: as `drafter.model`, each is known by its folder's name."""
@@ -22,11 +23,8 @@ Handoff = np.ndarray[Any, np.dtype[np.uint8]]
 """A computed-token state on its way from one engine to another: one run of bytes that only an engine opens."""
 
 
-PRECISIONS = ("float32", "bfloat16", "w4a8", "fp8")
-"""Precisions that engines compute in, the finest first: the type of activations, or of their rounding in products."""
-
-_OF_WEIGHTS_ALONE = ("auto", "float32", "awq", "gptq", "bitsandbytes", "gguf")
-"""Beginnings of quantizations that leave activations as they are."""
+_OF_WEIGHTS_ALONE = ("auto", "awq", "gptq", "bitsandbytes", "gguf")
+"""Beginnings of what vLLM calls quantizations that leave activations as they are."""
 
 
 def precision_of(dtype: str, quantization: str | None) -> str:
@@ -37,9 +35,11 @@ def precision_of(dtype: str, quantization: str | None) -> str:
         quantization: the form of the weights, as a configuration or an engine names it. One that is not known counts as
             the coarsest, so that nobody is accused for it.
     """
-    if quantization in ("bfloat16", "w4a8"):
-        return quantization
-    return dtype if quantization is None or quantization.startswith(_OF_WEIGHTS_ALONE) else "fp8"
+    if quantization is None or quantization.startswith(_OF_WEIGHTS_ALONE):
+        return dtype
+    if quantization not in FORMATS:
+        return PRECISIONS[-1]
+    return max(dtype, quantization if quantization in PRECISIONS else dtype, key=PRECISIONS.index)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,12 +39,12 @@ from speculative.model.applied import digests
 from speculative.model.arithmetic import device_name
 from speculative.model.config import ModelConfig
 from speculative.model.file_names import QUANTIZED_FILE
-from speculative.model.forms import ROUNDED_FORMS
 from speculative.model.head_checkpoint import held_out_rates
 from speculative.model.loading import choose_weights, resolve_model
 from speculative.request import FinishReason, Request, Speculation, TokenDelta
 from speculative.stats import DEAD_END, CheckState, EngineUsage, StepStats
 from speculative.warm_up import warm_up
+from speculative.weight_formats import is_rounded
 
 _logger = logging.getLogger("truespec.engine")
 
@@ -403,7 +403,7 @@ class TorchBackend:
     @property
     def _numerics(self) -> Numerics:
         form = self._form.weights
-        weights = form if form in ROUNDED_FORMS else "plain"
+        weights = form if is_rounded(form) else "plain"
         return Numerics("truespec", precision_of(self._config.dtype, form), weights, self._repeats)
 
     def _settle_start(self, result: ModelInfo | Exception) -> None:
@@ -518,7 +518,7 @@ class _Form:
         """Describe a folder as this engine loads it."""
         config = engine.config
         kept = choose_weights(config.quantization, folder, dtype=config.dtype, device=engine.device) or config.dtype
-        if kept in ROUNDED_FORMS:
+        if is_rounded(kept):
             return cls(kept, kept)
         # Where there are others beside them, the plain weights are those values, dequantized.
         return cls(kept, "gguf" if (folder / QUANTIZED_FILE).is_file() else None)

@@ -1,11 +1,12 @@
 """A config.json, which remembers what was read of it: what else would change the numbers is refused by name."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from speculative.errors import ConfigError, UnsupportedModel
 from speculative.model.end_tokens import Json
+from speculative.weight_formats import FORMATS, format_stated
 
 FIX = "serve this model with `engine.kind: vllm`"
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -159,10 +160,11 @@ class ConfigFile:
         if "layer_types" not in self.known:
             self.layer_types([FULL] * self.size("num_hidden_layers"))
         quantization = self.content.get("quantization_config")
-        if quantization is not None and not _is_fp8_dynamic(quantization):
+        if quantization is not None and format_stated(quantization) is None:
+            known = ", ".join(one.scheme for one in FORMATS.values() if one.scheme)
             raise UnsupportedModel(
-                f"config.json: `quantization_config` is {brief(quantization)}, and only compressed-tensors' "
-                f"FP8_DYNAMIC is known here; take the checkpoint that it was made of, or {FIX}."
+                f"config.json: `quantization_config` is {brief(quantization)}, and only {known} is known here; take "
+                f"the checkpoint that it was made of, or {FIX}."
             )
 
 
@@ -176,21 +178,3 @@ def _wrong(name: str, wanted: str, value: object) -> ConfigError:
     return ConfigError(
         f"config.json: `{name}` must be {wanted}, got {brief(value)}; correct it, or take the file from its source."
     )
-
-
-def _is_fp8_dynamic(quantization: object) -> bool:
-    """FP8 weights with a scale for each output, activations scaled by row as they come, all but the LM head."""
-    if not isinstance(quantization, Mapping):
-        return False
-    groups = list((quantization.get("config_groups") or {}).values())
-    if len(groups) != 1:
-        return False
-    weights, activations = (groups[0].get(part) or {} for part in ("weights", "input_activations"))
-    wanted = (
-        (quantization, {"quant_method": "compressed-tensors", "format": "float-quantized", "kv_cache_scheme": None}),
-        (groups[0], {"targets": ["Linear"], "output_activations": None}),
-        (weights, {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}),
-        (activations, {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}),
-    )
-    fits = all(part.get(name) == value for part, values in wanted for name, value in values.items())
-    return fits and set(quantization.get("ignore") or ()) <= {"lm_head", "re:.*lm_head"}

@@ -3,9 +3,11 @@
 from fnmatch import fnmatch
 from pathlib import Path
 
+from speculative.weight_formats import FORMATS
+
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-QUANTIZED_FILE = "truespec/quantized.safetensors"
+QUANTIZED_FILE = FORMATS["w4a8"].file
 """The numbers of four and eight bits that plain weights were made of. Beside these, other engines would load them."""
 
 TEMPLATES_FOLDER = "additional_chat_templates"
@@ -13,7 +15,7 @@ TOP_FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "t
 """Files that are read at the top of a folder, as patterns. None of them runs code."""
 NEVER_READ = ["*/*", "consolidated*"]
 """Files that match these patterns, and that nobody reads: lower folders, and Mistral's second copy of its weights."""
-LOWER_FILES = (f"{TEMPLATES_FOLDER}/*.jinja", QUANTIZED_FILE)
+LOWER_FILES = (f"{TEMPLATES_FOLDER}/*.jinja", *(one.file for one in FORMATS.values() if one.file))
 """Files that are read below it."""
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")

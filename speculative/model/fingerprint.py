@@ -11,9 +11,8 @@ from typing import Any
 
 from speculative.model.config import ModelConfig
 from speculative.model.eagle3 import Eagle3Config
-from speculative.model.file_names import QUANTIZED_FILE
-from speculative.model.forms import ROUNDED_FORMS
 from speculative.model.loading import checkpoint_files
+from speculative.weight_formats import FORMATS, is_rounded
 
 CACHE_FILE = ".truespec-fingerprint.json"
 _CHUNK_BYTES = 1 << 24
@@ -23,7 +22,7 @@ def model_fingerprint(folder: Path, config: Eagle3Config | None = None, *, weigh
     """XXH3-128 (32 hex digits) of the configuration that matters and of every byte of the safetensors files.
 
     Kept beside the model, where its folder can be written, for as long as no file changes size or time. `config` is
-    that of a draft head; a model's own is read from the folder. `weights` of w4a8 or fp8 are other weights, and count.
+    that of a draft head; a model's own is read from the folder. `weights` in a format that rounds count as others.
 
     Raises:
         ConfigError: the folder holds no readable checkpoint.
@@ -31,9 +30,9 @@ def model_fingerprint(folder: Path, config: Eagle3Config | None = None, *, weigh
     """
     canonical = json.dumps(dataclasses.asdict(config or ModelConfig.from_folder(folder)), sort_keys=True)
     files = checkpoint_files(folder)
-    if weights in ROUNDED_FORMS:
+    if weights is not None and is_rounded(weights):
         canonical += f"\0{weights}"
-        files += [file for file in (folder / QUANTIZED_FILE,) if weights == "w4a8" and file.is_file()]
+        files += [file for file in (folder / FORMATS[weights].file,) if file.is_file()]
     status = {file.name: file.stat() for file in files}
     key = {"config": canonical, "files": {name: [one.st_size, one.st_mtime_ns] for name, one in status.items()}}
     with contextlib.suppress(OSError, ValueError):

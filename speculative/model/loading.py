@@ -27,10 +27,11 @@ from speculative.model.decoder import Decoder
 from speculative.model.derived import is_derived
 from speculative.model.end_tokens import read_json
 from speculative.model.file_names import INDEX_FILE, LOWER_FILES, NEVER_READ, QUANTIZED_FILE, TOP_FILES, WEIGHTS_FILE
-from speculative.model.forms import form_wanted, rounded_form
+from speculative.model.forms import format_held
 from speculative.model.fp8 import E4M3, check_fp8_sizes, quantize_rows, why_no_fp8
 from speculative.model.quantized import Quantized, load_quantized
 from speculative.model.tensor_files import check_tensors, read_header, read_tensors, require_finite
+from speculative.weight_formats import format_wanted
 
 _logger = logging.getLogger("truespec.model")
 
@@ -120,7 +121,7 @@ def check_weights(folder: Path) -> None:
     Raises:
         ConfigError, UnsupportedModel: as for `load_decoder`.
     """
-    config, fp8, nowhere = ModelConfig.from_folder(folder), rounded_form(folder) == "fp8", torch.device("meta")
+    config, fp8, nowhere = ModelConfig.from_folder(folder), format_held(folder) == "fp8", torch.device("meta")
     _read_into(Decoder(config, fp8=fp8, dtype=torch.bfloat16, device=nowhere), folder, checkpoint_files(folder))
     check_tensors(file for file in (folder / QUANTIZED_FILE,) if file.is_file())
 
@@ -183,9 +184,9 @@ def choose_weights(
     Raises:
         ConfigError: it is not to be had here.
     """
-    rounded = rounded_form(folder)
-    form = form_wanted(wanted, rounded, dtype, on_gpu=device.type != "cpu")
-    if rounded == "fp8" and form != "fp8":
+    held = format_held(folder)
+    form = format_wanted(wanted, held, dtype, "cuda" if device.type != "cpu" else "cpu")
+    if held == "fp8" and form != "fp8":
         raise ConfigError(
             f"{folder} holds FP8 weights, and quantization is {wanted}; take quantization: auto, or the checkpoint "
             "that it was made of."
@@ -201,7 +202,7 @@ def choose_weights(
             f"quantization: {wanted} with dtype {dtype} needs a CPU with AVX-512 or AVX2, and a C++ compiler; "
             f"take quantization: auto{' or fp8' if device.type == 'cuda' else ''}."
         )
-    return form
+    return form  # type: ignore[return-value]
 
 
 def checkpoint_files(folder: Path) -> list[Path]:

@@ -20,9 +20,9 @@ from speculative.assembly import Assembly
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.engine import EngineCore
 from speculative.model.config import ModelConfig
-from speculative.model.forms import ROUNDED_FORMS
 from speculative.model.loading import load_decoder
 from speculative.request import Request, SamplingParams
+from speculative.weight_formats import is_rounded
 from tests.support.engines import run
 from tests.support.perturbed_engines import VOCAB, Pair, Tables
 
@@ -48,7 +48,7 @@ class Form:
     @property
     def numerics(self) -> Numerics:
         """The numerics that its replica reports."""
-        weights = self.weights if self.weights in ROUNDED_FORMS else "plain"
+        weights = self.weights if is_rounded(self.weights) else "plain"
         repeats = self.weights is not None  # our own kernels
         return Numerics("truespec", precision_of(self.dtype, self.weights), weights, repeats)
 

@@ -25,7 +25,6 @@ from serve_app.text.grammar import StructureCompiler
 from speculative.errors import ConfigError, InvalidRequest, SequenceTooLong, UnsupportedModel
 from speculative.model.end_tokens import end_tokens
 from speculative.model.fingerprint import model_fingerprint
-from speculative.model.forms import ROUNDED_FORMS
 from speculative.model.loading import checkpoint_files, resolve_model
 from speculative.model.served_tensors import LM_HEAD, ServedTensors
 from speculative.model.tensor_files import check_tensors
@@ -33,6 +32,7 @@ from speculative.request import ReplayedToken, Request, TokenLogprobs
 from speculative.selfcheck.replayed_tokens import replayed_tokens
 from speculative.state.token_constraint import ConstraintMaker
 from speculative.step.vocabulary_ops import VocabularyOps
+from speculative.weight_formats import is_rounded
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class TransformersModel:
 
     Args:
         folder: the model's.
-        form: that of the engine; `w4a8` and `fp8` have the numbers that it then serves, all others the folder's own.
+        form: that of the engine; one that rounds has the numbers that it then serves, all others the folder's own.
 
     Raises:
         ConfigError: transformers cannot load a model from the folder.
@@ -62,9 +62,9 @@ class TransformersModel:
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"cannot load a model from {folder}: {error}") from error
         self._model = loaded.eval()
-        if form in ROUNDED_FORMS:
+        if is_rounded(form):
             _round_to_form(loaded, folder, form)
-        self._numerics = Numerics("transformers", "float32", form if form in ROUNDED_FORMS else "plain")
+        self._numerics = Numerics("transformers", "float32", form if is_rounded(form) else "plain")
         self.vocab_size = int(loaded.config.vocab_size)
         self.max_model_len = int(loaded.config.max_position_embeddings)
         self.eos_token_ids = tuple(end_tokens(folder))
@@ -228,7 +228,7 @@ def _load(folder: Path, weights: ServedWeights) -> TransformersModel:
     found = model_fingerprint(folder, weights=weights.form)
     if found != weights.fingerprint:
         raise ConfigError(f"{folder} no longer holds what is served: fingerprint {found}, not {weights.fingerprint}.")
-    share = _ROUNDED_SHARE if weights.form in ROUNDED_FORMS else _FLOAT32_SHARE
+    share = _ROUNDED_SHARE if is_rounded(weights.form) else _FLOAT32_SHARE
     needed = share * sum(file.stat().st_size for file in checkpoint_files(folder))
     if needed > (free := _free_bytes()):
         raise UnsupportedModel(f"{folder} in float32 takes {needed / _GIB:.1f} GiB; only {free / _GIB:.1f} are free.")

@@ -14,21 +14,22 @@ from typing import NamedTuple
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-from serve_app.backends.base import PRECISIONS, UNKNOWN_NUMERICS, Computing, Numerics, Replayed, precision_of
+from serve_app.backends.base import UNKNOWN_NUMERICS, Computing, Numerics, Replayed, precision_of
 from serve_app.config.app_config import AppConfig
 from serve_app.config.base import PoolName
 from serve_app.referee.judge.answer import Answer
 from speculative.config import models_folder
 from speculative.model.end_tokens import read_json
-from speculative.model.forms import ROUNDED_FORMS, form_wanted, quantization_of, rounded_form
+from speculative.model.forms import format_held, quantization_of
+from speculative.weight_formats import PRECISIONS, Device, coarsest_held, format_wanted, is_rounded
 
 _logger = logging.getLogger("truespec.referee")
 
 
 class _Checkpoint(NamedTuple):
-    """The facts about a checkpoint: as `rounded_form` and `quantization_of` say, and whether CPUs repeat its rows."""
+    """The facts about a checkpoint: as `format_held` and `quantization_of` say, and whether CPUs repeat its rows."""
 
-    rounded: str | None
+    held: str | None
     quantization: str | None
     repeats: bool
 
@@ -73,15 +74,15 @@ class KnownNumerics:
     def of(self, pool: PoolName) -> Numerics:
         """Those of a pool; where this node lacks the checkpoint, the coarsest that `auto` may give there."""
         engine, found = self._config.engine, self._checkpoint
-        on_gpu = self._config.pool(pool).num_gpus > 0
+        device: Device = "cuda" if self._config.pool(pool).num_gpus > 0 else "cpu"
         if engine.kind == "vllm":
             form = self._config.vllm.engine_args.get("quantization") or (found and found.quantization)
             if form is None and found is None:
                 return Numerics("vllm", PRECISIONS[-1])
             return Numerics("vllm", precision_of(engine.dtype, form), form or "plain")
-        rounded = found.rounded if found else "fp8" if on_gpu else "w4a8"
-        form = form_wanted(engine.quantization, rounded, engine.dtype, on_gpu=on_gpu)
-        weights = form if form in ROUNDED_FORMS else "plain"
+        held = found.held if found else coarsest_held(device)
+        form = format_wanted(engine.quantization, held, engine.dtype, device)
+        weights = form if is_rounded(form) else "plain"
         return Numerics("truespec", precision_of(engine.dtype, form), weights, self._repeats(pool))
 
     def _held(self, replica: str, claimed: Numerics, known: Numerics) -> Numerics:
@@ -112,7 +113,7 @@ class KnownNumerics:
         shape = read_json(folder / "config.json")
         head_dim = shape.get("head_dim") or shape.get("hidden_size", 1) // (shape.get("num_attention_heads") or 1)
         repeats = head_dim % 16 == 0  # what the CPU kernels' attention needs
-        return _Checkpoint(rounded_form(folder), quantization_of(folder), repeats)
+        return _Checkpoint(format_held(folder), quantization_of(folder), repeats)
 
 
 def _folder_here(source: str) -> Path | None:

@@ -1,5 +1,5 @@
 """Tolerances: how far rounding moves what two engines compute from the same weights. This is the one place that says
-what is no fault.
+what is no fault, by the figures that `FORMATS` has of each precision.
 
 A tolerance belongs to a *pair*: the engine that answered, and the one that computes the answer again. It goes by the
 coarser precision of the two: the replicas report it (`Numerics`), and `KnownNumerics` holds them to their configuration
@@ -8,9 +8,9 @@ the plain weights beside four-bit ones are those, rounded to bfloat16.
 
 | pair | who | a logit may move by |
 |---|---|---|
-| the same engine, if it rounds a row alike in any batch | our CPU kernels' own replays | `EDGE_NATS` of the precision |
+| the same engine, if it rounds a row alike in any batch | our CPU kernels' own replays | that of the precision |
 | any other | replays on a GPU, by torch or vLLM; `transformers`; `watch`, `verify` | twice that |
-| two in float32 | any of them | `EDGE_NATS["float32"]` |
+| two in float32 | any of them | that of float32 |
 
 Each engine rounds by itself: two that round independently are up to twice as far apart as one is from the exact value,
 and so is an answer that was decoded a few rows at a time from its replay in one piece, where products round by the size
@@ -26,22 +26,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from serve_app.backends.base import PRECISIONS, UNKNOWN_NUMERICS, Numerics, precision_of
+from serve_app.backends.base import UNKNOWN_NUMERICS, Numerics, precision_of
 from serve_app.config.app_config import EngineSection, ReplaySection
 from serve_app.referee.judge.evidence import CalibrationTest
 from serve_app.referee.judge.shift import ShiftTest
 from speculative.errors import ConfigError
 from speculative.request import SURPRISAL_CLIP_NATS
+from speculative.weight_formats import PRECISIONS, ROUNDINGS
 
 FORMAT = "truespec-tolerance-1"
 
-EDGE_NATS = {"float32": 1e-3, "bfloat16": 0.25, "w4a8": 1.0, "fp8": 2.0}
-"""Largest shift of a logit by rounding, in nats, by the engine's precision."""
-
-_MAX_TME = {"float32": (1.001, 1.001), "bfloat16": (1.05, 1.1), "w4a8": (1.05, 1.1), "fp8": (1.2, 1.3)}
-_SHIFT_NATS = {"float32": 1e-4, "bfloat16": 0.025, "w4a8": 0.05, "fp8": 0.1}
-_DISTRIBUTION = {"float32": 0.01, "bfloat16": 0.01, "w4a8": 0.01, "fp8": 0.03}
-_JUMP_NATS = {"float32": 0.01, "bfloat16": 1.0, "w4a8": 1.0, "fp8": 2.0}
 _COLD = 0.1  # of what rounding moves logits by
 _NUMBERS = ("max_tme", "edge_nats", "distribution", "jump_nats", "shift_nats")
 
@@ -49,7 +43,8 @@ _NUMBERS = ("max_tme", "edge_nats", "distribution", "jump_nats", "shift_nats")
 def reach_of(precision: str) -> float:
     """Return how far from an edge of the filters a token may be found on its other side, nats, where the engine that
     answered is of this precision; "" = it is not known."""
-    return 2 * max(EDGE_NATS["bfloat16"], EDGE_NATS.get(precision, 0.0))  # whoever replays it
+    plain = ROUNDINGS["bfloat16"]
+    return 2 * max(plain.edge_nats, ROUNDINGS.get(precision, plain).edge_nats)  # whoever replays it
 
 
 class Tolerances(Protocol):
@@ -85,13 +80,13 @@ class Tolerance:
 
     @classmethod
     def _of(cls, precision: str, apart: bool, source: str) -> "Tolerance":
-        times = 2 if apart and precision != "float32" else 1
+        times, rounding = 2 if apart and precision != "float32" else 1, ROUNDINGS[precision]
         return cls(
-            max_tme=_MAX_TME[precision][apart],
-            edge_nats=times * EDGE_NATS[precision],
-            distribution=_DISTRIBUTION[precision],
-            jump_nats=_JUMP_NATS[precision],
-            shift_nats=times * _SHIFT_NATS[precision],
+            max_tme=rounding.max_tme[apart],
+            edge_nats=times * rounding.edge_nats,
+            distribution=rounding.distribution,
+            jump_nats=rounding.jump_nats,
+            shift_nats=times * rounding.shift_nats,
             source=source,
         )
 
@@ -184,7 +179,7 @@ class ServiceTolerances:
         )
         coarser = coarser_of(served, replayed)
         own = Tolerance.between_equals(coarser)
-        alike = served == replayed and (served.repeats or coarser == "fp8")  # whose figures are between batches
+        alike = served == replayed and (served.repeats or ROUNDINGS[coarser].between_batches)
         found = own if alike else Tolerance.against_float32(coarser)
         replay = self._replay
         times = 1.0 if replay.edge_nats is None else replay.edge_nats / own.edge_nats

@@ -21,8 +21,8 @@ from speculative.kernels.library import cpu_kernels
 from speculative.model.catalogue import fetch_model
 from speculative.model.cpu.native import Kind
 from speculative.model.fingerprint import model_fingerprint
-from speculative.model.forms import ROUNDED_FORMS
 from speculative.request import DEFAULT_VERSION, Request, SamplingParams
+from speculative.weight_formats import is_rounded
 from tests.support.engines import NGRAM
 from tests.support.referees import serve
 
@@ -50,7 +50,7 @@ class Service:
         self.engine = EngineCore.load(
             folder, EngineConfig(dtype=dtype, quantization=form, device="cpu", kv_cache_tokens=1024, drafter=NGRAM)
         )
-        kept = "plain" if form not in ROUNDED_FORMS else form
+        kept = form if is_rounded(form) else "plain"
         self.numerics = Numerics("truespec", precision_of(dtype, form), kept, True)
         fingerprint = model_fingerprint(folder, weights=form)
         self.weights = ServedWeights(str(folder), str(folder), form, fingerprint, DEFAULT_VERSION)
