@@ -17,7 +17,7 @@ _LONGEST_FORM = 10_000  # characters
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ReadRequest:
     """A client's request, read."""
 
     body: bytes
@@ -31,7 +31,7 @@ class Asked:
         return value is not None and value is not False
 
 
-def read_request(path: str, body: bytes) -> Asked | None:
+def read_request(path: str, body: bytes) -> ReadRequest | None:
     """Read a request; None where it cannot be watched without changing its answer."""
     if path not in WATCHED_PATHS:
         return None
@@ -46,10 +46,10 @@ def read_request(path: str, body: bytes) -> Asked | None:
         return None
     streamed = bool(fields.get("stream"))
     form = repr((path, streamed, sorted(fields)))
-    return Asked(body, fields, form, streamed) if len(form) <= _LONGEST_FORM else None
+    return ReadRequest(body, fields, form, streamed) if len(form) <= _LONGEST_FORM else None
 
 
-def instrumented(asked: Asked, extras: Extras) -> tuple[bytes, tuple[str, ...]]:
+def instrumented(asked: ReadRequest, extras: Extras) -> tuple[bytes, tuple[str, ...]]:
     """The request with the extras that its client does not ask for itself, and the names of these."""
     missing = {name: value for name, value in extras.items() if not asked.wants(name)}
     if not missing:

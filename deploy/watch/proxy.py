@@ -18,7 +18,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from multidict import CIMultiDict
 from yarl import URL
 
-from deploy.exchange.asking import Asked, instrumented, keys_of, read_request
+from deploy.exchange.asking import ReadRequest, instrumented, keys_of, read_request
 from deploy.watch.plain_replies import PlainEvents, plain_reply
 from deploy.watch.sender import Sender
 from serve_app.errors import ErrorReply
@@ -312,7 +312,7 @@ class Proxy:
 class _Watch:
     """A request that is watched."""
 
-    asked: Asked
+    asked: ReadRequest
     path: str
     added: tuple[str, ...]  # fields of the request that are not the client's
     keys: frozenset[str]  # of the reply, which these bring

@@ -34,7 +34,7 @@ from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
-from serve_app.openai.prepared_request import PreparedRequest
+from serve_app.openai.plan import Planned
 from serve_app.openai.requests import UNSUPPORTED_ENDPOINTS
 from serve_app.openai.responses.kept_responses import KeptResponses
 from serve_app.openai.responses.response_requests import ResponsesRequest
@@ -194,7 +194,7 @@ def _add_generation(app: FastAPI, front_end: FrontEnd, gate: Gate) -> None:
     async def show_model(name: str) -> Response:
         return JSONResponse(front_end.model(name))
 
-    async def prepare(wire: CompletionRequest | ChatCompletionRequest, timeout_s: float | None) -> PreparedRequest:
+    async def prepare(wire: CompletionRequest | ChatCompletionRequest, timeout_s: float | None) -> Planned:
         return await front_end.prepare(wire, timeout_s=timeout_s)
 
     @app.post("/v1/completions")
@@ -219,7 +219,7 @@ def _add_replies(app: FastAPI, front_end: FrontEnd, operations: Operations, gate
     async def create_response(request: Request) -> Response:
         owner = request.state.caller.id
 
-        async def prepare(wire: ResponsesRequest, timeout_s: float | None) -> PreparedRequest:
+        async def prepare(wire: ResponsesRequest, timeout_s: float | None) -> Planned:
             return await adapter.prepare(wire, owner, timeout_s)
 
         return await _generate(front_end, gate, request, ResponsesRequest, prepare)
@@ -316,20 +316,20 @@ async def _generate(
     gate: Gate,
     request: Request,
     kind: type[R],
-    prepare: Callable[[R, float | None], Awaitable[PreparedRequest]],
+    prepare: Callable[[R, float | None], Awaitable[Planned]],
 ) -> Response:
     with contextlib.ExitStack() as at_the_end:
         at_the_end.enter_context(gate.place(request.state.caller))
         wire = parse(await read_body(request, front_end.limits.max_body_bytes), kind)
         job = await prepare(wire, _header_timeout_s(request))
         if (tapped := tapped_reply(request.scope)) is not None:
-            tapped.choose(job.head.reply_id, awaited=job.verify)
+            tapped.choose(job.head.reply_id, awaited=bool(job.asked.wire.verify))
             job = dataclasses.replace(job, tapped=tapped)
         headers = {}
         if wire.deprecated_fields:  # RFC 9111 kept this header out, and clients still show it
             headers["warning"] = f'299 - "{", ".join(wire.deprecated_fields)} is deprecated; send structured_outputs"'
         logger.debug("%s is %s", request_id_of(request.scope), job.head.reply_id)
-        if not job.stream:
+        if not job.asked.wire.stream:
             reply = await unless_disconnected(request.receive, front_end.collect(job))
             return JSONResponse(reply, headers=headers)
         events = front_end.events(job)

@@ -10,7 +10,7 @@ from serve_app.backends.base import ParsedDelta
 from serve_app.errors import RequestAborted
 from serve_app.openai.chat.chat_preprocessor import ResponseParser
 from serve_app.openai.completions.echo import Echo
-from serve_app.openai.prepared_request import PreparedRequest
+from serve_app.openai.plan import Planned
 from serve_app.openai.replies import (
     ChoiceDelta,
     RankedEntry,
@@ -32,22 +32,21 @@ from speculative.request import FinishReason, Request, TokenDelta, TokenLogprobs
 class _Choice:
     """One choice of a reply while it is generated."""
 
-    def __init__(
-        self, index: int, request: Request, job: PreparedRequest, tokenizer: Tokenizer, echo: Echo | None
-    ) -> None:
+    def __init__(self, index: int, request: Request, job: Planned, tokenizer: Tokenizer, echo: Echo | None) -> None:
         self._index = index
         self._request = request
         self._echo = echo
         self._num_ranked = job.head.num_prompt_logprobs
-        self._text_form = job.text_form
+        self._text_form = text_form = job.asked.wire.text_form
+        answers = job.prompted.answers
         self._with_logprobs = request.params.returns_logprobs
         self._with_tokens = self._with_logprobs or job.head.with_token_ids or job.head.with_token_kinds
         self._tokenizer = tokenizer
-        keeps_special = not job.text_form.skip_special or (job.answers is not None and job.answers.keeps_special)
-        markers = () if job.answers is None else job.answers.markers
-        self._reader = None if job.answers is None else _Reader(job.answers)
+        keeps_special = not text_form.skip_special or (answers is not None and answers.keeps_special)
+        markers = () if answers is None else answers.markers
+        self._reader = None if answers is None else _Reader(answers)
         detokenizer = tokenizer.detokenizer(skip_special=not keeps_special, shown=markers, continuation=True)
-        includes = job.text_form.include_stop
+        includes = text_form.include_stop
         matcher = StopMatcher(job.stops, include=includes)
         self._text = AnswerText(detokenizer, matcher, include_stop=includes, min_tokens=request.params.min_tokens)
         self.ending = Ending("length", job.stops.strings, includes, None if keeps_special else tuple(markers))
@@ -59,7 +58,7 @@ class _Choice:
         self._prompt_due = request.params.prompt_logprobs is not None  # its logprobs are still to come
         self._prompt_entries: tuple[tuple[RankedEntry, ...], ...] | None = None
         self._parts: list[tuple[int, ParsedDelta]] = []  # of what was read in it, for the next piece
-        self.record = Record(request, "", 0.0, 0, keeps_alternatives=False) if job.receipt else None
+        self.record = Record(request, "", 0.0, 0, keeps_alternatives=False) if job.asked.wire.receipt else None
         self.num_accepted = 0
         self.num_rejected = 0
         self.num_cached = 0
@@ -216,11 +215,11 @@ class _Choice:
 class ChoiceRun:
     """One job while it is generated: its choices by request id."""
 
-    def __init__(self, job: PreparedRequest, tokenizer: Tokenizer) -> None:
+    def __init__(self, job: Planned, tokenizer: Tokenizer) -> None:
         self._job = job
-        self.prompt_only = job.prompt_only
+        self.prompt_only = job.asked.wire.prompt_only
         with_logprobs = job.requests[0].params.logprobs is not None
-        self._echoes = [Echo(prompt, with_logprobs=with_logprobs) for prompt in job.echoed]
+        self._echoes = [Echo(prompt, with_logprobs=with_logprobs) for prompt in job.prompted.echoed]
         self._group_of = {one.request_id: number for number, group in enumerate(job.groups) for one in group}
         self._choices = {
             request.request_id: _Choice(index, request, job, tokenizer, self._echo_of(request.request_id))

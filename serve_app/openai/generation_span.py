@@ -8,7 +8,7 @@ import time
 from types import TracebackType
 
 from serve_app.openai.choice import ChoiceRun
-from serve_app.openai.prepared_request import PreparedRequest
+from serve_app.openai.plan import Planned
 from serve_app.openai.replies import ChoiceDelta
 from serve_app.telemetry.tracing import Attributes, current_span
 
@@ -20,7 +20,7 @@ class GenerationSpan:
     """Describes a generation on the current span, from its beginning to its end, however it ends. Does nothing where
     that is not recorded."""
 
-    def __init__(self, job: PreparedRequest, run: ChoiceRun) -> None:
+    def __init__(self, job: Planned, run: ChoiceRun) -> None:
         self._job = job
         self._run = run
         self._span = current_span()
@@ -38,7 +38,7 @@ class GenerationSpan:
         """Take in what goes out of one choice."""
         if not self._recorded:
             return
-        if self._job.stream and not self._begun:
+        if self._job.asked.wire.stream and not self._begun:
             self._span.set_attribute("gen_ai.response.time_to_first_chunk", time.monotonic() - self._began_at)
         self._begun = True
         if piece.finish_reason is not None:
@@ -66,11 +66,11 @@ class GenerationSpan:
             self._span.set_attribute("error.type", type(error).__name__)
 
 
-def _request_attributes(job: PreparedRequest) -> Attributes:
+def _request_attributes(job: Planned) -> Attributes:
     request, num_choices = job.requests[0], job.head.num_choices
     params = request.params
     chosen: dict[str, int | float | bool] = {
-        "stream": job.stream,
+        "stream": bool(job.asked.wire.stream),
         "top_k": params.top_k,
         "frequency_penalty": params.frequency_penalty,
         "presence_penalty": params.presence_penalty,
@@ -80,7 +80,7 @@ def _request_attributes(job: PreparedRequest) -> Attributes:
     sent = request.seed - 2 * _INT64 if request.seed >= _INT64 else request.seed
     seed = {} if job.unrepeatable is None else {"gen_ai.request.seed": sent}
     return {
-        "gen_ai.operation.name": job.format.operation,
+        "gen_ai.operation.name": job.asked.format.operation,
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": job.head.model,
         "gen_ai.request.max_tokens": params.max_tokens,

@@ -1,39 +1,54 @@
-"""From what a request says to the token ids of its prompts."""
+"""From a request as it was asked to the token ids of its prompts."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from serve_app.backends.base import ChatPrompt, ModelInfo
 from serve_app.errors import ContextLengthExceeded
+from serve_app.openai.asked import LONG_TEXT, Asked, Limits, off_loop
+from serve_app.openai.chat.chat_preprocessor import ChatPreprocessor, ResponseParser
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
-from serve_app.openai.chat.control_tokens import ControlTokens, Policy
+from serve_app.openai.chat.control_tokens import ControlTokens
 from serve_app.openai.chat.shown import prompt_text
 from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.completions.echo import EchoedPrompt
-from serve_app.openai.prepared_request import LONG_TEXT, off_loop
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
 
 Ids = tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Prompted:
+    """A request and its prompts, which the model has room for."""
+
+    asked: Asked
+    prompts: tuple[Ids, ...]
+    answers: ResponseParser | None = None  # None: all text is content
+    echoed: tuple[EchoedPrompt, ...] = ()  # one a prompt; () = no echo
+
+
 class PromptEncoder:
     """Encodes, checks and truncates the prompts of one model."""
 
-    def __init__(self, tokenizer: Tokenizer, model: ModelInfo, special_tokens_in_text: Policy = "allow") -> None:
-        self._tokenizer = tokenizer
-        self._controls = ControlTokens(tokenizer, special_tokens_in_text)
-        self._vocab_size, self._longest = model.vocab_size, model.max_model_len
+    def __init__(self, tokenizer: Tokenizer, model: ModelInfo, limits: Limits, chats: ChatPreprocessor) -> None:
+        self._tokenizer, self._chats = tokenizer, chats
+        self._controls = ControlTokens(tokenizer, limits.special_tokens_in_text)
+        self._vocab_size, self._longest, self._limits = model.vocab_size, model.max_model_len, limits
 
-    async def completion(self, wire: CompletionRequest) -> list[Ids]:
-        """Token ids of each prompt. Raises InvalidRequest: an id is not in the vocabulary, or a prompt is empty or too
-        long."""
-        return [self._fit(await self._encode(prompt, wire), wire, "prompt") for prompt in wire.prompts()]
-
-    async def chat(self, wire: ChatCompletionRequest, chat: ChatPrompt) -> list[Ids]:
-        """Token ids of the one prompt that the chat template makes of a conversation. Raises InvalidRequest: the
-        template refuses the messages or leaves out a part of them, or they are too long."""
-        return [self._fit(await self.template(wire, chat), wire, "messages")]
+    async def prompted(self, asked: Asked) -> Prompted:
+        """Encode the prompts of a request, or the one that the chat template makes of its conversation. Raises
+        InvalidRequest: the template refuses the messages or leaves out a part of them, an id is not in the vocabulary,
+        or a prompt is empty or too long."""
+        wire = asked.wire
+        if isinstance(wire, ChatCompletionRequest):
+            chat = self._chats.chat_prompt(wire)
+            ids = self._fit(await self.template(wire, chat), wire, "messages")
+            return Prompted(asked, (ids,), self._chats.answers(chat, ids, wire.structure))
+        encoded = [await self.encoded(prompt, wire.add_special_tokens) for prompt in wire.prompts()]
+        prompts = tuple(self._fit(ids, wire, "prompt") for ids in encoded)
+        return Prompted(asked, prompts, echoed=await self._echoed(wire, prompts) if wire.echo else ())
 
     async def template(self, wire: ChatCompletionRequest, chat: ChatPrompt) -> Ids:
         """Return what the chat template makes of a conversation, whatever its length."""
@@ -54,10 +69,14 @@ class PromptEncoder:
         before, behind = tokenizer.prefix_ids, tokenizer.suffix_ids
         return (*before, *ids, *behind) if wire.add_special_tokens else tuple(ids)
 
-    async def echoed(self, wire: CompletionRequest, prompts: Sequence[Ids]) -> tuple[EchoedPrompt, ...]:
-        """The prompts as they are echoed, where that is asked for."""
-        if not wire.echo:
-            return ()
+    async def encoded(self, prompt: str | list[int], add_special_tokens: bool | None) -> Ids:
+        """Return the token ids of a text, or those that were sent."""
+        if not isinstance(prompt, str):
+            return tuple(prompt)
+        special = add_special_tokens is not False
+        return tuple(await off_loop(len(prompt), lambda: self._tokenizer.encode(prompt, special=special)))
+
+    async def _echoed(self, wire: CompletionRequest, prompts: Sequence[Ids]) -> tuple[EchoedPrompt, ...]:
         sent = [prompt if isinstance(prompt, str) else None for prompt in wire.prompts()]
         if wire.truncate_prompt_tokens is not None:
             sent = [None] * len(sent)  # what was cut off is not echoed
@@ -69,12 +88,6 @@ class PromptEncoder:
                 for text, ids in zip(sent, prompts, strict=True)
             ),
         )
-
-    async def _encode(self, prompt: str | list[int], wire: CompletionRequest) -> Ids:
-        if isinstance(prompt, str):
-            special = wire.add_special_tokens is not False
-            return tuple(await off_loop(len(prompt), lambda: self._tokenizer.encode(prompt, special=special)))
-        return tuple(prompt)
 
     def _fit(self, ids: Ids, wire: CompletionRequest | ChatCompletionRequest, name: str) -> Ids:
         """The prompt, truncated where that is asked for, if the model knows its ids and has room for an answer."""
@@ -96,6 +109,10 @@ class PromptEncoder:
                 name,
                 f"The model's context is {self._longest} tokens, and {name} has {len(ids)}, which leaves no room for "
                 "an answer. Shorten it.",
+            )
+        if self._limits.max_prompt_tokens is not None and len(ids) > self._limits.max_prompt_tokens:
+            raise ContextLengthExceeded(
+                name, f"{name} has {len(ids)} tokens; the limit is {self._limits.max_prompt_tokens}. Shorten it."
             )
         return ids
 

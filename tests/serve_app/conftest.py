@@ -19,8 +19,8 @@ from serve_app.http.admin import Admin
 from serve_app.http.page.feed import StatusFeed
 from serve_app.http.page.page_routes import add_page
 from serve_app.http.routes import Operations, build_ingress
+from serve_app.openai.asked import Limits
 from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.prepared_request import Limits
 from serve_app.text.grammar import StructureCompiler
 from serve_app.text.tokenizer import Tokenizer
 from tests.support.fake_serving import BackendSource, Served, ServeFake, make_backend

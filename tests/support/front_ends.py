@@ -6,11 +6,11 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from serve_app.backends.base import ModelInfo
+from serve_app.openai.asked import Limits
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
-from serve_app.openai.prepared_request import Limits
 from serve_app.referee.records.records import Records
 from serve_app.referee.records.replay_selection import Selection
 from serve_app.streams.observed import ObservedSource, SourceLimits

@@ -9,8 +9,8 @@ import httpx
 
 from serve_app.http.routes import Operations, build_ingress
 from serve_app.http.tap import Tap
+from serve_app.openai.asked import Limits
 from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.prepared_request import Limits
 from serve_app.referee.judge.answer import Answer
 from serve_app.referee.judge.verdicts import Checked, Verdict
 from serve_app.referee.records.records import Record

@@ -17,7 +17,7 @@ from torch import Tensor
 from serve_app.backends.base import ChatPrompt
 from serve_app.openai.choice import ChoiceRun
 from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.prepared_request import PreparedRequest
+from serve_app.openai.plan import Planned
 from serve_app.openai.replies import ChoiceDelta, TokenEntry, Usage
 from serve_app.text.tokenizer import StopStrings
 from speculative.config import DrafterConfig
@@ -733,15 +733,17 @@ def _first_stop_string_only(front_end: FrontEnd) -> None:
 
 @front_mutant("F11 the echo begins one character late")
 def _echo_begins_late(front_end: FrontEnd) -> None:
-    _change_job(
-        front_end, lambda job: replace(job, echoed=tuple(replace(one, text=one.text[1:]) for one in job.echoed))
-    )
+    def late(job: Planned) -> Planned:
+        echoed = tuple(replace(one, text=one.text[1:]) for one in job.prompted.echoed)
+        return replace(job, prompted=replace(job.prompted, echoed=echoed))
+
+    _change_job(front_end, late)
 
 
-def _change_job(front_end: FrontEnd, change: Callable[[PreparedRequest], PreparedRequest]) -> None:
+def _change_job(front_end: FrontEnd, change: Callable[[Planned], Planned]) -> None:
     """Have requests taken in as others."""
 
-    async def preparing(prepare: Any, *args: Any, **rest: Any) -> PreparedRequest:
+    async def preparing(prepare: Any, *args: Any, **rest: Any) -> Planned:
         return change(await prepare(*args, **rest))
 
     _wrap(front_end, "prepare", preparing)
@@ -749,7 +751,7 @@ def _change_job(front_end: FrontEnd, change: Callable[[PreparedRequest], Prepare
 
 def _change_groups(front_end: FrontEnd, change: Callable[[tuple[Request, ...]], tuple[Request, ...]]) -> None:
     """Have the front end ask the engine for something else than the client's choices."""
-    _wrap(front_end, "_group", lambda group, *args: change(group(*args)))
+    _wrap(front_end._planner, "_group", lambda group, *args: change(group(*args)))
 
 
 def _change_each(front_end: FrontEnd, change: Callable[[Request], Request]) -> None:
@@ -757,13 +759,13 @@ def _change_each(front_end: FrontEnd, change: Callable[[Request], Request]) -> N
     _change_groups(front_end, lambda group: tuple(map(change, group)))
 
 
-Change = Callable[[ChoiceDelta, PreparedRequest], ChoiceDelta]
+Change = Callable[[ChoiceDelta, Planned], ChoiceDelta]
 
 
 def _change_pieces(front_end: FrontEnd, change: Change) -> None:
     """Have something else go out than was made of the engine's tokens."""
 
-    async def changing(pieces: Any, job: PreparedRequest, run: ChoiceRun) -> AsyncGenerator[ChoiceDelta | None, None]:
+    async def changing(pieces: Any, job: Planned, run: ChoiceRun) -> AsyncGenerator[ChoiceDelta | None, None]:
         async for piece in pieces(job, run):
             yield None if piece is None else change(piece, job)
 
@@ -773,7 +775,7 @@ def _change_pieces(front_end: FrontEnd, change: Change) -> None:
 def _change_usage(front_end: FrontEnd, change: Callable[[Usage], Usage]) -> None:
     """Have tokens counted in another way."""
 
-    def counting(pieces: Any, job: PreparedRequest, run: ChoiceRun) -> Any:
+    def counting(pieces: Any, job: Planned, run: ChoiceRun) -> Any:
         _wrap(run, "usage", lambda usage: change(usage()))
         return pieces(job, run)
 
@@ -784,7 +786,7 @@ def _entries_of_the_row_before(change: Callable[[TokenEntry, TokenEntry], TokenE
     """Have each token's entry changed by what the entry before it says."""
     last: dict[int, TokenEntry] = {}
 
-    def changed(piece: ChoiceDelta, job: PreparedRequest) -> ChoiceDelta:
+    def changed(piece: ChoiceDelta, job: Planned) -> ChoiceDelta:
         entries, made = piece.logprobs or (), list[TokenEntry]()
         for entry in entries:
             made.append(change(entry, last.get(piece.index, entry)))

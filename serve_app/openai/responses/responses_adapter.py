@@ -1,13 +1,12 @@
 """Takes requests of the Responses API in: each becomes a chat request, and its answer a response, which may be kept."""
 
-import dataclasses
 import json
 from collections.abc import Sequence
 
 from serve_app.errors import PreviousResponseNotFound, UnknownResponse, UnsupportedParameter
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import in_words
-from serve_app.openai.prepared_request import PreparedRequest
+from serve_app.openai.plan import Planned
 from serve_app.openai.responses.kept_responses import KeptResponses
 from serve_app.openai.responses.response_items import AnyItem, ItemReference, items_from
 from serve_app.openai.responses.response_objects import Fields, ResponsesFormat, response_of
@@ -29,7 +28,7 @@ class ResponsesAdapter:
         self._front_end = front_end
         self._kept = kept
 
-    async def prepare(self, wire: ResponsesRequest, owner: str, timeout_s: float | None = None) -> PreparedRequest:
+    async def prepare(self, wire: ResponsesRequest, owner: str, timeout_s: float | None = None) -> Planned:
         """Check a request and tokenise it; `owner` is whose responses it may refer to. Raises InvalidRequest: it can
         never be served; `field` names what is wrong."""
         earlier = await self._earlier(wire, owner)
@@ -44,13 +43,7 @@ class ResponsesAdapter:
         with in_words(conversation.in_our_words):
             chat = wire.as_chat(conversation)
             chat.check_together()
-            job = await self._front_end.prepare(chat, form, timeout_s=timeout_s)
-        words = job.words
-        return dataclasses.replace(
-            job,
-            form_field=conversation.in_our_words(job.form_field),
-            words=lambda text: conversation.in_our_words(words(text)),
-        )
+        return await self._front_end.prepare(chat, form, conversation.in_our_words, timeout_s=timeout_s)
 
     async def show(self, response_id: str, owner: str) -> Fields:
         """A response that was kept. Raises UnknownResponse: there is none of that id."""

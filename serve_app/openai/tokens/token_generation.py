@@ -1,6 +1,5 @@
 """POST /inference/v1/generate: token ids in, token ids out, as vLLM's server has it for trainers and renderers."""
 
-import dataclasses
 import re
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -12,7 +11,7 @@ from serve_app.errors import UnknownParameter
 from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import checked, in_words
-from serve_app.openai.prepared_request import PreparedRequest
+from serve_app.openai.plan import Planned
 from serve_app.openai.replies import ChoiceDelta, ReplyFormat, ReplyHead, ReplyStream, TokenEntry, TopEntry, Usage
 from serve_app.openai.requests import MAX_CACHE_SALT, TokenId
 from serve_app.openai.wire import Many, Wire
@@ -113,15 +112,11 @@ class GenerateRequest(Wire):
             return checked(fields | sampling, CompletionRequest)
 
 
-async def prepare_generation(
-    front_end: FrontEnd, wire: GenerateRequest, timeout_s: float | None = None
-) -> PreparedRequest:
+async def prepare_generation(front_end: FrontEnd, wire: GenerateRequest, timeout_s: float | None = None) -> Planned:
     """Check a request and make it one for a completion. Raises InvalidRequest: it can never be served; `field` names
     what is wrong."""
-    with in_words(_own_names):
-        completion = wire.completion(front_end.served_name)
-        job = await front_end.prepare(completion, TokensFormat(wire.request_id), timeout_s=timeout_s)
-    return dataclasses.replace(job, form_field=_own_names(job.form_field), words=_own_names)
+    completion = wire.completion(front_end.served_name)
+    return await front_end.prepare(completion, TokensFormat(wire.request_id), _own_names, timeout_s=timeout_s)
 
 
 _NAMES = re.compile(rf"(?<![\w.])({'|'.join(sorted(_SAMPLING))}|prompt)\b")

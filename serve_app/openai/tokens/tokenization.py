@@ -4,10 +4,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from serve_app.openai.asked import off_loop
 from serve_app.openai.chat.chat_preprocessor import ChatPreprocessor
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.chat.messages import Message, Tool
-from serve_app.openai.prepared_request import off_loop
 from serve_app.openai.prompts import PromptEncoder
 from serve_app.openai.requests import TokenId
 from serve_app.openai.wire import MAX_TOOLS, Many, Wire
@@ -100,7 +100,6 @@ class Tokenization:
 
     async def _ids(self, wire: TokenizeRequest) -> list[int]:
         if wire.prompt is not None:
-            prompt, special = wire.prompt, wire.add_special_tokens is not False
-            return await off_loop(len(prompt), lambda: self._tokenizer.encode(prompt, special=special))
+            return list(await self._encoder.encoded(wire.prompt, wire.add_special_tokens))
         conversation = wire.conversation()
         return list(await self._encoder.template(conversation, self._chats.chat_prompt(conversation)))

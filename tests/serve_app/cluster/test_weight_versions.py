@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from serve_app.openai.asked import Limits
 from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.prepared_request import Limits
 from serve_app.openai.replies import ChoiceDelta, join, metadata_of
 from serve_app.referee.judge.verdicts import Verdict
 from serve_app.streams.pooled import PooledTokenSource

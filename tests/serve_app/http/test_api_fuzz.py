@@ -35,8 +35,8 @@ from serve_app.http.page.feed import StatusFeed
 from serve_app.http.page.page_routes import add_page
 from serve_app.http.routes import Operations, build_ingress
 from serve_app.http.vllm_routes import VllmRoutes
+from serve_app.openai.asked import Limits
 from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.prepared_request import Limits
 from serve_app.openai.responses.kept_responses import ResponseStore
 from serve_app.referee.judge.answer import Answer
 from serve_app.referee.judge.verdicts import Checked

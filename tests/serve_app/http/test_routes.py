@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from serve_app.http.routes import Operations
-from serve_app.openai.prepared_request import Limits
+from serve_app.openai.asked import Limits
 from speculative.errors import EngineFault
 from tests.support.fake_serving import Served, ServeFake
 

@@ -11,7 +11,7 @@ import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.http.routes import Operations
-from serve_app.openai.prepared_request import Limits
+from serve_app.openai.asked import Limits
 from serve_app.openai.responses.kept_responses import ResponseStore
 from serve_app.referee.judge.answer import Answer
 from serve_app.referee.records.records import Record

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from serve_app.openai import frontend, replies
+from serve_app.openai import plan, replies
 from serve_app.openai.chat import chat_preprocessor as chats
 from serve_app.openai.choice import ChoiceRun, _Choice
-from serve_app.openai.frontend import FrontEnd
+from serve_app.openai.plan import Planner
 from serve_app.openai.responses import response_objects
 from serve_app.openai.responses.response_requests import ResponsesRequest
 from serve_app.referee.records.own_reader import OwnReader
@@ -48,7 +48,7 @@ def of_pieces(change: Callable[[replies.ChoiceDelta], replies.ChoiceDelta]) -> F
 
 
 def other_params(**changes: Any) -> Fault:
-    return around(FrontEnd, "_params", lambda params, *_: replace(params, **changes))
+    return around(Planner, "_params", lambda params, *_: replace(params, **changes))
 
 
 def lose(chat: Any, *_: Any) -> Any:
@@ -76,18 +76,18 @@ PLAIN, ANY = (COMPLETIONS, CHAT), (COMPLETIONS, CHAT, RESPONSES)
 FAULTS: list[tuple[tuple[str, ...], dict[str, Any], str, Fault]] = [
     (ANY, {}, TEXT, of_pieces(lambda piece: piece._replace(text=piece.text.replace("o", "0")))),
     (ANY, {"max_tokens": 2}, TEXT, of_pieces(lambda one: one._replace(finish_reason=one.finish_reason and "stop"))),
-    (PLAIN, STOPPED, TEXT, lambda patch: patch.setattr(frontend, "StopStrings", lambda _: StopStrings(()))),
+    (PLAIN, STOPPED, TEXT, lambda patch: patch.setattr(plan, "StopStrings", lambda _: StopStrings(()))),
     (PLAIN, {}, TEXT, around(AnswerText, "end", lambda text, *_: text + "!")),
     ((COMPLETIONS,), LOGPROBS, TEXT, lambda patch: patch.setattr("serve_app.openai.choice.finite_logprob", abs)),
     ((COMPLETIONS,), LOGPROBS, TEXT, of_pieces(lambda one: one._replace(token_ids=one.token_ids[::-1]))),
-    (PLAIN, {"n": 2}, TEXT, around(FrontEnd, "_group", lambda group, *_: group[:1])),
-    (PLAIN, {"seed": 7, "n": 2}, TEXT, lambda patch: patch.setattr(frontend, "choice_seed", lambda seed, _: seed)),
+    (PLAIN, {"n": 2}, TEXT, around(Planner, "_group", lambda group, *_: group[:1])),
+    (PLAIN, {"seed": 7, "n": 2}, TEXT, lambda patch: patch.setattr(plan, "choice_seed", lambda seed, _: seed)),
     (ANY, {"temperature": 0.5}, TEXT, other_params(temperature=1.0)),
     (PLAIN, {"bad_words": ["four"]}, "one two", other_params(bad_words=())),
     (PLAIN, {"logit_bias": {"5": 1.0}}, TEXT, other_params(logit_bias=())),
     ((RESPONSES,), {}, TEXT, around(ChoiceRun, "usage", count_drafts)),
     (PLAIN, {"seed": 7}, TEXT, of_pieces(lambda one: one._replace(unrepeatable=None))),
-    (PLAIN, {"seed": 7}, TEXT, around(frontend, "Request", lambda one, *_: replace(one, chosen_seed=False))),
+    (PLAIN, {"seed": 7}, TEXT, around(plan, "Request", lambda one, *_: replace(one, chosen_seed=False))),
     (PLAIN, CHOICES, "one two", other_params(structure=None)),
     (PLAIN, CHOICES, "one", of_pieces(lambda one: one._replace(text=one.text[1:]))),
     ((CHAT,), REQUIRED, CALLED, of_pieces(lambda piece: piece._replace(calls=piece.calls[1:]))),

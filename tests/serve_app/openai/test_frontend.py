@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from serve_app.errors import ContextLengthExceeded, ModelNotFound, NoRoom, RateLimited, RequestAborted, reply_for
-from serve_app.openai.frontend import FrontEnd, choice_seed
-from serve_app.openai.prepared_request import Limits
+from serve_app.openai.asked import Limits
+from serve_app.openai.frontend import FrontEnd
+from serve_app.openai.plan import choice_seed
 from serve_app.streams.merge import merge
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from serve_app.text.tokenizer import Tokenizer

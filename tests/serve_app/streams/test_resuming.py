@@ -16,9 +16,9 @@ import pytest_asyncio
 
 from serve_app.backends.torch_backend import TorchBackend, load_engine
 from serve_app.errors import RequestAborted, UnsupportedParameter, reply_for
+from serve_app.openai.asked import Limits
 from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.prepared_request import Limits
 from serve_app.referee.records.records import Records
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.streams.resuming import ReplicaLost, ResumingSource, SignsOfLife, Streamed

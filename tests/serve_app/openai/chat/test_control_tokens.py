@@ -11,10 +11,10 @@ from tokenizers import Tokenizer as RawTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from serve_app.backends.base import ChatPrompt
+from serve_app.openai.asked import Limits
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.chat.control_tokens import ControlTokens, Policy
 from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.prepared_request import Limits
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import ConfigError, InvalidRequest
 from tests.support.fake_serving import BackendSource, make_backend

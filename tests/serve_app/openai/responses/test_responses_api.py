@@ -10,9 +10,9 @@ from pydantic import TypeAdapter
 
 from serve_app.backends.base import Parsers
 from serve_app.errors import UnknownResponse, UnsupportedParameter
+from serve_app.openai.asked import Limits
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
-from serve_app.openai.prepared_request import Limits
 from serve_app.openai.responses.kept_responses import KeptResponses, ResponseStore
 from serve_app.openai.responses.response_requests import ResponsesRequest
 from serve_app.openai.responses.responses_adapter import ResponsesAdapter
