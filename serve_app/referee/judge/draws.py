@@ -7,9 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from serve_app.backends.base import Replayed
+from serve_app.referee.judge.answer import Answer
 from serve_app.referee.judge.drift import TokenDrift
 from serve_app.referee.judge.evidence import RareTest
-from speculative.request import ReplayedToken, SamplingParams
+from speculative.request import ReplayedToken, SamplingParams, TokenKind
 from speculative.selfcheck.replayed_draws import DrawCheck
 
 _LEAST_NATS = 1e-3  # two engines of equal arithmetic still sum in another order here and there
@@ -172,3 +174,41 @@ def check_draws(num_tokens: int, checks: Sequence[DrawCheck], found: Sequence[Dr
     worst = sorted((check for check in checks if check.miss > 0), key=lambda check: -check.miss)[:_KEPT_WORST]
     reason = "" if None not in results else "they end a round that was cut short"
     return DrawsChecked(tuple(results), tuple(worst), reason)
+
+
+def draws_of(
+    tolerance: DrawTolerance, answer: Answer, replayed: Replayed, drifts: Sequence[TokenDrift | None]
+) -> tuple[DrawsChecked, tuple[tuple[str, DrawResult], ...]]:
+    """Make the draws of an answer again; drifts: of its tokens. The second value is what was checked of each draw, and
+    its result."""
+    if answer.request.params.greedy:
+        return DrawsChecked(reason="nothing was drawn"), ()
+    if answer.replayable_rounds is None or replayed.replayed is None:
+        return DrawsChecked(reason="the engine did not report how it sampled"), ()
+    checks = answer.replayable_rounds.check(replayed.replayed)
+    found = tolerance.judge_all(checks, drifts)
+    if not answer.request.canary:  # which may be wrong on purpose
+        tolerance.add_drafts(checks)
+    results = tuple((check.kind, result) for check, result in zip(checks, found, strict=True))
+    return check_draws(len(answer.token_ids), checks, found), results
+
+
+def misplaced_tokens(
+    tolerance: DrawTolerance, answer: Answer, replayed: Replayed, drifts: Sequence[TokenDrift | None]
+) -> tuple[tuple[DrawCheck, ...], str]:
+    """Return the tokens that are not where the request wants them, and the first in words; "" = none is."""
+    checks = placement_checks(replayed.replayed or (), answer.request.params)
+    found = tolerance.judge_all(checks, drifts)
+    misplaced = tuple(one for one, result in zip(checks, found, strict=True) if result is DrawResult.WRONG)
+    if not misplaced:
+        return (), ""
+    index, kind, nats, *_ = misplaced[0]
+    beyond = "below the likeliest" if kind == "likeliest" else "outside what the request allows"
+    return misplaced, f"{kind}: token {index} is {nats:.3g} nats {beyond}"
+
+
+def wrong_draw(draws: DrawsChecked, kinds: Sequence[TokenKind]) -> str:
+    """The first token that its seed does not give, in words; "" = all are what it gives. kinds: of the answer's."""
+    if draws.wrong is None:
+        return ""
+    return f"draws: token {draws.wrong} ({kinds[draws.wrong].value}) is not the one that the request's seed demands"

@@ -10,7 +10,7 @@ from serve_app.backends.base import Replayed
 from serve_app.referee.judge.alternatives import ComparedAlternatives
 from serve_app.referee.judge.answer import Answer
 from serve_app.referee.judge.detectors import SeenToken, distribution_alarm, drifts_of, once, rows_of, why_drifted
-from serve_app.referee.judge.draws import DrawResult, DrawsChecked, DrawTolerance, check_draws, placement_checks
+from serve_app.referee.judge.draws import DrawResult, DrawTolerance, draws_of, misplaced_tokens, wrong_draw
 from serve_app.referee.judge.drift import NoiseFloor, TokenDrift, tme_of
 from serve_app.referee.judge.shift import KnownContexts, contexts_before, contexts_of, moves_of
 from serve_app.referee.judge.tolerance import Tolerance, Tolerances
@@ -88,7 +88,7 @@ class Judge:
         tokens."""
         if answer.untested:
             replayed = dataclasses.replace(replayed, replayed=None)
-        params, num_prompt = answer.request.params, len(answer.prompt_logprobs)
+        params, num_tokens, num_prompt = answer.request.params, len(answer.token_ids), len(answer.prompt_logprobs)
         tolerance = self._tolerances.between(answer.numerics, replayed.numerics)
         likeliest = params.temperature < tolerance.cold  # are all that is drawn; greedy ones anyway
         if tolerance not in self._noise:
@@ -96,19 +96,35 @@ class Judge:
         noise = self._noise[tolerance]
         drift_tolerance = noise.drift_tolerance
 
-        served = (*answer.prompt_logprobs, *(answer.logprobs or [None] * len(answer.token_ids)))
+        # Each way to compare has its module; what is known of each token comes together as a `SeenToken`.
+        served = (*answer.prompt_logprobs, *(answer.logprobs or [None] * num_tokens))
         of_each = [
             None if logprob is None else TokenDrift.between(logprob, again)
             for logprob, again in zip(served, replayed.logprobs, strict=True)
         ]
         drifts, of_output = [drift for drift in of_each if drift is not None], of_each[num_prompt:]
-        draws, results = _draws(noise.of_draws, answer, replayed, of_output)
-        placed = placement_checks(replayed.replayed or (), params)
-        found = noise.of_placement.judge_all(placed, of_output)
-        misplaced = tuple(one for one, result in zip(placed, found, strict=True) if result is DrawResult.WRONG)
+        tme = tme_of(drifts)
+        tokens = answer.request.prompt_token_ids + answer.token_ids
+        moves, contexts = moves_of(tokens, served, replayed.logprobs), contexts_before(tokens, len(of_each))
+        draws, results = draws_of(noise.of_draws, answer, replayed, of_output)
+        misplaced, wrong_place = misplaced_tokens(noise.of_placement, answer, replayed, of_output)
         others = ComparedAlternatives.of(answer, replayed)
+        nothing = [None] * num_prompt
+        seen = [
+            SeenToken(*one)
+            for one in zip(
+                [*[_PROMPT] * num_prompt, *answer.strata],
+                of_each,
+                [*nothing, *(replayed.replayed or [None] * num_tokens)],
+                [*[answer.prompt_scored_by] * num_prompt, *answer.made_by],
+                [*nothing, *(draws.results or [None] * num_tokens)],
+                others.drift_at(answer.num_tokens - len(of_each), answer.num_tokens),
+                moves,
+                contexts,
+                strict=True,
+            )
+        ]
 
-        seen = _seen(answer, served, of_each, replayed, draws, others)
         output = seen[num_prompt:]
         distribution = self._distribution(answer.request, output, likeliest)
         if distribution is Distribution.CHOSEN_SEED:
@@ -116,15 +132,12 @@ class Judge:
         own = once(seen, KnownContexts(), tolerance)
         alarm = distribution_alarm(*rows_of(own), likeliest, tolerance)
         num_rows = sum(token.row is not None for token in output)
+        num_drawn = num_rows if distribution is Distribution.TESTED else 0
         compared = (
             CheckResult("logprobs", len(answer.logprobs), why_drifted(own, drift_tolerance, tolerance)),
-            CheckResult("likeliest" if likeliest else "support", num_rows, _misplaced_words(misplaced)),
-            CheckResult(
-                "distribution",
-                num_rows if distribution is Distribution.TESTED else 0,
-                f"distribution: {alarm}" if alarm else "",
-            ),
-            CheckResult("draws", draws.num_checked, _wrong_draw_words(draws, answer)),
+            CheckResult("likeliest" if likeliest else "support", num_rows, wrong_place),
+            CheckResult("distribution", num_drawn, f"distribution: {alarm}" if alarm else ""),
+            CheckResult("draws", draws.num_checked, wrong_draw(draws, answer.kinds)),
             CheckResult(
                 "alternatives",
                 others.found.num_compared,
@@ -136,7 +149,7 @@ class Judge:
             verdict=verdict,
             reason=reason,
             num_tokens=len(seen) if any(one.num_compared for one in compared) else len(drifts),
-            tme=tme_of(drifts),
+            tme=tme,
             max_drift_nats=max((drift.nats for drift in drifts), default=None),
             replayed_by=replayed.replica,
             checks=checks,
@@ -147,29 +160,9 @@ class Judge:
 
         if answer.num_drafted == 0:
             noise.learn(answer.replica, output, replayed.logprobs[num_prompt:])
-        evidence = self._evidence(answer, seen, distribution, drawn=params.greedy or not likeliest)
+        known = self._contexts.add(contexts_of(tokens, len(seen)))
+        evidence = _evidence(seen, known, distribution, drawn=params.greedy or not likeliest)
         return Judgement(checked, tuple(seen), evidence, drift_tolerance, misplaced, results)
-
-    def _evidence(
-        self, answer: Answer, seen: Sequence[SeenToken], distribution: Distribution, *, drawn: bool
-    ) -> tuple[SeenToken, ...]:
-        """The tokens as evidence against their replicas; drawn: not by how rounding turned out."""
-        known = self._contexts.add(contexts_of(_tokens(answer), len(seen)))
-        # What rounds a known context is the same as before.
-        evidence = [
-            token if one is None else dataclasses.replace(token, move=None)
-            for token, one in zip(seen, known, strict=True)
-        ]
-        if not drawn:
-            return tuple(dataclasses.replace(token, row=None, draw=None) for token in evidence)
-        if distribution is Distribution.CHOSEN_SEED:
-            # The same random numbers come near an edge again: that is no further evidence.
-            follows = DrawResult.FOLLOWS
-            evidence = [
-                dataclasses.replace(token, draw=follows) if token.draw is DrawResult.NEAR else token
-                for token in evidence
-            ]
-        return tuple(evidence)
 
     def _distribution(self, request: Request, output: Sequence[SeenToken], likeliest: bool) -> Distribution:
         """Return what its replayed tokens can show about their distribution; likeliest: or only whether they are
@@ -185,6 +178,26 @@ class Judge:
         if len(self._seeds) > _SEEDS_KEPT:
             self._seeds.popitem(last=False)
         return Distribution.TESTED if is_new and not request.chosen_seed else Distribution.CHOSEN_SEED
+
+
+def _evidence(
+    seen: Sequence[SeenToken], known: Sequence[int | None], distribution: Distribution, *, drawn: bool
+) -> tuple[SeenToken, ...]:
+    """The tokens as evidence against their replicas. known: of each token's context, None = it is new; drawn: not by
+    how rounding turned out."""
+    # What rounds a known context is the same as before.
+    evidence = [
+        token if one is None else dataclasses.replace(token, move=None) for token, one in zip(seen, known, strict=True)
+    ]
+    if not drawn:
+        return tuple(dataclasses.replace(token, row=None, draw=None) for token in evidence)
+    if distribution is Distribution.CHOSEN_SEED:
+        # The same random numbers come near an edge again: that is no further evidence.
+        follows = DrawResult.FOLLOWS
+        evidence = [
+            dataclasses.replace(token, draw=follows) if token.draw is DrawResult.NEAR else token for token in evidence
+        ]
+    return tuple(evidence)
 
 
 def processed_logprobs(replayed: Replayed) -> tuple[float, ...]:
@@ -205,61 +218,3 @@ def as_processed(answer: Answer, replayed: Replayed) -> tuple[Answer, Replayed]:
     )
     of_output = processed_logprobs(replayed)[-len(answer.token_ids) :]
     return as_served, dataclasses.replace(replayed, logprobs=of_output, entries=())
-
-
-def _tokens(answer: Answer) -> tuple[int, ...]:
-    return answer.request.prompt_token_ids + answer.token_ids
-
-
-def _draws(
-    tolerance: DrawTolerance, answer: Answer, replayed: Replayed, drifts: Sequence[TokenDrift | None]
-) -> tuple[DrawsChecked, tuple[tuple[str, DrawResult], ...]]:
-    """Make the draws of an answer again; drifts: of its tokens. The second value is `Judgement.draws`."""
-    if answer.request.params.greedy:
-        return DrawsChecked(reason="nothing was drawn"), ()
-    if answer.replayable_rounds is None or replayed.replayed is None:
-        return DrawsChecked(reason="the engine did not report how it sampled"), ()
-    checks = answer.replayable_rounds.check(replayed.replayed)
-    found = tolerance.judge_all(checks, drifts)
-    if not answer.request.canary:  # which may be wrong on purpose
-        tolerance.add_drafts(checks)
-    results = tuple((check.kind, result) for check, result in zip(checks, found, strict=True))
-    return check_draws(len(answer.token_ids), checks, found), results
-
-
-def _seen(
-    answer: Answer,
-    served: Sequence[float | None],
-    drifts: Sequence[TokenDrift | None],
-    replayed: Replayed,
-    draws: DrawsChecked,
-    others: ComparedAlternatives,
-) -> list[SeenToken]:
-    num_prompt = len(answer.prompt_logprobs)
-    beside = others.drift_at(answer.num_tokens - len(drifts), answer.num_tokens)
-    rows = [*[None] * num_prompt, *(replayed.replayed or [None] * len(answer.token_ids))]
-    results = [*[None] * num_prompt, *(draws.results or [None] * len(answer.token_ids))]
-    made_by = [*[answer.prompt_scored_by] * num_prompt, *answer.made_by]
-    strata = [*[_PROMPT] * num_prompt, *answer.strata]
-    moves = moves_of(_tokens(answer), served, replayed.logprobs)
-    contexts = contexts_before(_tokens(answer), len(drifts))
-    parts = (strata, drifts, rows, made_by, results, beside, moves, contexts)
-    return [SeenToken(*one) for one in zip(*parts, strict=True)]
-
-
-def _misplaced_words(misplaced: Sequence[DrawCheck]) -> str:
-    """The first token that is not where the request wants it, in words; "" = none is."""
-    if not misplaced:
-        return ""
-    index, kind, nats, *_ = misplaced[0]
-    beyond = "below the likeliest" if kind == "likeliest" else "outside what the request allows"
-    return f"{kind}: token {index} is {nats:.3g} nats {beyond}"
-
-
-def _wrong_draw_words(draws: DrawsChecked, answer: Answer) -> str:
-    """The first token that its seed does not give, in words; "" = all are what it gives."""
-    if draws.wrong is None:
-        return ""
-    return (
-        f"draws: token {draws.wrong} ({answer.kinds[draws.wrong].value}) is not the one that the request's seed demands"
-    )
