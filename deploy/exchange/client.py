@@ -173,17 +173,23 @@ class Client:
             raise ServiceError(f"{self.url}/v1/models lists no model")
         return cards
 
-    def post(self, body: Json, path: str = COMPLETIONS) -> Attempt:
-        """Send a request and wait for its reply."""
+    def post(self, body: Json, path: str = COMPLETIONS, on_event: Callable[[Reply], None] = lambda _: None) -> Attempt:
+        """Send a request and read its reply to the end: a stream if the body says so, of which `on_event` gets what
+        each event says."""
         self.num_requests += 1
-        receiving = _Receiving(path, body)
+        receiving, status = _Receiving(path, body, on_event), None
         try:
             with closing(self._send("POST", path, body)) as response:
-                content = response.read()
-        except httpx.HTTPError as error:
+                status = response.status_code
+                if status != _OK or not body.get("stream"):
+                    return receiving.answered(response, response.read())
+                for data in response.iter_bytes():
+                    receiving.push(data)
+                receiving.push(b"\n")
+        except (httpx.HTTPError, Unreadable) as error:
             self.last_failed = body
-            return receiving.failed(None, error)
-        return receiving.answered(response, content)
+            return receiving.failed(status, error)
+        return receiving.ended(status)
 
     def post_all(self, bodies: Sequence[Json], at_once: int) -> list[Attempt]:
         """Send requests, `at_once` at a time; returns the results in the order of the bodies."""
@@ -195,21 +201,8 @@ class Client:
     def stream(
         self, body: Json, path: str = COMPLETIONS, on_event: Callable[[Reply], None] = lambda _: None
     ) -> Attempt:
-        """Send a streaming request and read its stream to the end; `on_event` gets what each event says."""
-        self.num_requests += 1
-        body = body | {"stream": True}
-        receiving, status = _Receiving(path, body, on_event), None
-        try:
-            with closing(self._send("POST", path, body)) as response:
-                status = response.status_code
-                if status != _OK:
-                    return receiving.answered(response, response.read())
-                for data in response.iter_bytes():
-                    receiving.push(data)
-                receiving.push(b"\n")
-        except (httpx.HTTPError, Unreadable) as error:
-            return receiving.failed(status, error)
-        return receiving.ended(status)
+        """Send a request for a stream."""
+        return self.post(body | {"stream": True}, path, on_event)
 
     def alive(self) -> bool:
         """Return whether the server still answers at all."""
@@ -225,7 +218,9 @@ class Client:
             return self._http.send(request, stream=True)
         except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as error:
             reused = not any("connect_" in step for step in steps)
-            if not (reused and _is_closed(error) and time.perf_counter() - began < _CROSSED_WITHIN_S):
+            # It ended before the head of a reply, not within a malformed one.
+            is_closed = not isinstance(error, httpx.RemoteProtocolError) or "disconnected without" in str(error)
+            if not (reused and is_closed and time.perf_counter() - began < _CROSSED_WITHIN_S):
                 raise
         return self._fresh.send(self._fresh.build_request(method, path, json=body), stream=True)
 
@@ -276,11 +271,6 @@ def _options(url: str, api_key: str | None, timeout_s: float) -> dict[str, Any]:
 
 def _limits(**idle: Any) -> httpx.Limits:
     return httpx.Limits(max_connections=None, **idle)
-
-
-def _is_closed(error: httpx.TransportError) -> bool:
-    """Return whether the connection ended before the head of a reply, not within a malformed one."""
-    return not isinstance(error, httpx.RemoteProtocolError) or "disconnected without" in str(error)
 
 
 def _message(error: Any) -> str:

@@ -101,11 +101,8 @@ class View:
     def _tick(self) -> None:
         while not self._ended.wait(min(_REFRESH_S, self._silent_s)):
             with self._lock, contextlib.suppress(RuntimeError):  # what the note counts is changing just now
-                self._show()
-
-    def _show(self) -> None:
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, note=self._note())
-        elif self._progress is None and self._stage and time.monotonic() - self._reported >= self._silent_s:
-            parts = (self._stage, "" if self._share is None else f"{self._share:.0%}", self._note())
-            self.say(", ".join(part for part in parts if part))
+                if self._progress is not None and self._task is not None:
+                    self._progress.update(self._task, note=self._note())
+                elif self._progress is None and self._stage and time.monotonic() - self._reported >= self._silent_s:
+                    parts = (self._stage, "" if self._share is None else f"{self._share:.0%}", self._note())
+                    self.say(", ".join(part for part in parts if part))

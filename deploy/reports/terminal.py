@@ -24,18 +24,14 @@ def print_document(shown: Document, out: Console) -> None:
             if isinstance(block, ReportTable):
                 out.print(table(block))
             elif isinstance(block, Shown):
-                _print_shown(block, out)
+                where = f" ({block.where})" if block.where else ""
+                out.print(Text.assemble((block.title, "bold red"), where), soft_wrap=True)
+                print_facts(block.facts, out)
+                if block.example:
+                    out.print(Text(f"  {block.named}:"))
+                    print_facts(block.example, out, indent=4)
             else:
                 print_facts(block, out)
-
-
-def _print_shown(block: Shown, out: Console) -> None:
-    where = f" ({block.where})" if block.where else ""
-    out.print(Text.assemble((block.title, "bold red"), where), soft_wrap=True)
-    print_facts(block.facts, out)
-    if block.example:
-        out.print(Text(f"  {block.named}:"))
-        print_facts(block.example, out, indent=4)
 
 
 def table(shown: ReportTable) -> Table:

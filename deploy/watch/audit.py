@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from deploy.exchange.client import Attempt, Client
@@ -67,39 +67,39 @@ async def run_audit(
         )
         view.stage("loading the model")
         async with running_referee(referee_options, replayer) as referee:
-            interrupted = False
+            interrupted, gone = False, ""
+            names = [name for name in NAMES if name in options.only]
             try:
-                await _run_all(desk, referee, options, outcomes, view)
+                for number, name in enumerate(names, start=1):
+                    if gone:
+                        asks = PROBES[name].asks if name in PROBES else _TRAFFIC_ASKS
+                        outcomes.append(ProbeOutcome(name, asks, ProbeVerdict.UNCLEAR, gone))
+                        continue
+                    view.stage(f"{number} of {len(names)}, {name}", lambda: f"{server.num_requests} requests sent")
+                    if name == TRAFFIC:
+                        outcome = await _traffic(desk, options)
+                    else:
+                        outcome = await asyncio.to_thread(run_probe, desk, PROBES[name])
+                    judged = await _judged(referee, desk.take_kept())
+                    suspect = [one for one in judged if one.verdict is Verdict.SUSPECT]
+                    suspect = [one for one in suspect if not one.reason.startswith(_OF_A_TRIP)]
+                    if suspect:
+                        seen = f"{len(suspect)} of {len(judged)} answers are suspect: {suspect[0].reason}"
+                        expected = "answers that the referee computes again alike"
+                        _add(outcome, ProbeFinding(expected, seen, {}, len(suspect)))
+                    if not await asyncio.to_thread(server.alive):
+                        gone = f"the server stopped answering during {name}"
+                        _add(outcome, ProbeFinding("a server that keeps running", gone, server.last_failed))
+                    outcomes.append(outcome)
+                    view.say(f"{name}: {outcome.verdict} ({outcome.seen})")
             except asyncio.CancelledError:
                 interrupted = True
             about = {
                 "url": options.url,
                 "requests": sum(one.requests for one in outcomes),
-                "probes": [one.as_dict() for one in outcomes],
+                "probes": list(map(asdict, outcomes)),
             }
             return referee.report() | {"audit": about, "interrupted": interrupted}
-
-
-async def _run_all(
-    desk: Desk, referee: Referee, options: AuditOptions, outcomes: list[ProbeOutcome], view: View
-) -> None:
-    gone = ""
-    names = [name for name in NAMES if name in options.only]
-    for number, name in enumerate(names, start=1):
-        if gone:
-            asks = PROBES[name].asks if name in PROBES else _TRAFFIC_ASKS
-            outcomes.append(ProbeOutcome(name, asks, ProbeVerdict.UNCLEAR, gone))
-            continue
-        view.stage(f"{number} of {len(names)}, {name}", lambda: f"{desk.server.num_requests} requests sent")
-        outcome = await (
-            _traffic(desk, options) if name == TRAFFIC else asyncio.to_thread(run_probe, desk, PROBES[name])
-        )
-        _add_suspect(outcome, await _judged(referee, desk.take_kept()))
-        if not await asyncio.to_thread(desk.server.alive):
-            gone = f"the server stopped answering during {name}"
-            _add(outcome, ProbeFinding("a server that keeps running", gone, desk.server.last_failed))
-        outcomes.append(outcome)
-        view.say(f"{name}: {outcome.verdict} ({outcome.seen})")
 
 
 def run_probe(desk: Desk, probe: Probe) -> ProbeOutcome:
@@ -140,13 +140,6 @@ async def _judged(referee: Referee, exchanges: Iterable[Exchange]) -> list[Check
             return await referee.judge(exchange)
 
     return [checked for found in await asyncio.gather(*map(judge, exchanges)) for checked in found]
-
-
-def _add_suspect(outcome: ProbeOutcome, judged: list[Checked]) -> None:
-    suspect = [one for one in judged if one.verdict is Verdict.SUSPECT and not one.reason.startswith(_OF_A_TRIP)]
-    if suspect:
-        seen = f"{len(suspect)} of {len(judged)} answers are suspect: {suspect[0].reason}"
-        _add(outcome, ProbeFinding("answers that the referee computes again alike", seen, {}, len(suspect)))
 
 
 def _add(outcome: ProbeOutcome, finding: ProbeFinding) -> None:

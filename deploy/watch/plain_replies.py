@@ -42,7 +42,7 @@ class PlainEvents:
         reply = _without(found[1], self._keys) if found else None
         if found is None or reply is None:
             return event
-        if _is_empty(reply):
+        if (choices := reply.get("choices")) and not reply.get("usage") and all(map(_says_nothing, choices)):
             return b""
         return event[: found.start(1)] + _dumped(reply, found[1]) + event[found.end(1) :]
 
@@ -69,11 +69,6 @@ def _dumped(reply: dict[str, Any], as_it_came: bytes) -> bytes:
         return json.dumps(reply, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
     except (ValueError, RecursionError):  # half a character, or a number beyond those of JSON's readers
         return as_it_came
-
-
-def _is_empty(reply: dict[str, Any]) -> bool:
-    choices = reply.get("choices")
-    return bool(choices) and not reply.get("usage") and all(map(_says_nothing, choices or ()))
 
 
 def _says_nothing(choice: dict[str, Any]) -> bool:

@@ -139,20 +139,16 @@ class Proxy:
         if path == HEALTH:
             return web.Response(text="ok\n")
         watched_path = request.method == "POST" and path in WATCHED_PATHS
-        if watched_path and self._draw() < self._options.share and self._fits(request):
-            return await self._watched(request, path)
+        if watched_path and self._draw() < self._options.share:
+            if "Content-Encoding" in request.headers:
+                self._sender.count("unreadable")
+            elif (request.content_length or 0) > self._options.max_exchange_bytes:
+                self._sender.count("too_large")
+            else:
+                return await self._watched(request, path)
         if watched_path:
             self._sender.count("passed")
         return await self._passed(request, _passed_on(request.raw_headers, without=_EXPECT), await _body(request))
-
-    def _fits(self, request: web.Request) -> bool:
-        if "Content-Encoding" in request.headers:
-            self._sender.count("unreadable")
-            return False
-        if (request.content_length or 0) > self._options.max_exchange_bytes:
-            self._sender.count("too_large")
-            return False
-        return True
 
     # Requests that pass
 
@@ -203,12 +199,16 @@ class Proxy:
         body = await request.content.read()
         headers = _with_length(_passed_on(request.raw_headers, without=_EXPECT), len(body))
         asked = read_request(path, body)
-        if asked is None or not await self._knows_dialect(request.headers.get("Authorization")):
+        key = request.headers.get("Authorization")
+        looked_at = self._looked_at.get(key is not None, -_LOOK_EVERY_S)
+        if asked is not None and self._dialect is None and time.monotonic() - looked_at >= _LOOK_EVERY_S:
+            await self.find_dialect(key)
+        if asked is None or self._dialect is None:
             self._sender.count("unwatchable")
             return await self._passed(request, headers, body)
         form = self._form(asked.form)
         headers.popall("Accept-Encoding", None)
-        levels = vendor_of(self._dialect or FALLBACK).extras(path, asked.streamed)
+        levels = vendor_of(self._dialect).extras(path, asked.streamed)
         as_sent = self._draw() < self._options.as_sent
         changed, added = instrumented(asked, {} if as_sent else levels[form.level])
         began_at = time.time()
@@ -228,13 +228,6 @@ class Proxy:
             raise
         finally:
             reply.close() if not reply.content.is_eof() else reply.release()
-
-    async def _knows_dialect(self, key: str | None) -> bool:
-        """Return whether it is known what the server is; at times it is asked again."""
-        looked_at = self._looked_at.get(key is not None, -_LOOK_EVERY_S)
-        if self._dialect is None and time.monotonic() - looked_at >= _LOOK_EVERY_S:
-            await self.find_dialect(key)
-        return self._dialect is not None
 
     def _form(self, name: str) -> _Form:
         if name not in self._forms and len(self._forms) >= _MOST_FORMS:
@@ -281,18 +274,14 @@ class Proxy:
             response = _Relayed(reply, _with_length(headers, len(plain)))
             await response.prepare(request)
             await response.write(plain)
-        self._capture(reply, watch)
-        return response
-
-    def _capture(self, reply: aiohttp.ClientResponse, watch: "_Watch") -> None:
-        if reply.status != 200:
+        if not is_ok:
             self._sender.count("not_ok")
-            return
+            return response
         if watch.added:
             watch.form.failures = 0
         if watch.kept is None:
             self._sender.count("too_large")
-            return
+            return response
         name = self._options.replica_header
         exchange = Exchange(
             path=watch.path,
@@ -306,6 +295,7 @@ class Proxy:
             added=watch.added,
         )
         self._sender.offer(exchange)
+        return response
 
 
 @dataclass(slots=True)

@@ -46,18 +46,14 @@ def read_records(paths: Iterable[Path], requests: Path | None = None) -> Iterato
     """
     paths = list(paths)
     for path in paths:
-        _check_readable(path)
+        try:
+            if path != STANDARD_INPUT and stat.S_ISREG(path.stat().st_mode):  # what writes a pipe would see it closed
+                path.open("rb").close()
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
     found = _records(paths, {} if requests is None else _requests(requests))
     is_pipe = not (paths[0].is_file() or paths[0].is_dir())
     return found if is_pipe else itertools.chain(list(itertools.islice(found, 1)), found)
-
-
-def _check_readable(path: Path) -> None:
-    try:
-        if path != STANDARD_INPUT and stat.S_ISREG(path.stat().st_mode):  # what writes a pipe would see it closed
-            path.open("rb").close()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def _records(paths: Iterable[Path], bodies: Mapping[str, tuple[str, Json]]) -> Iterator[Exchange | str]:

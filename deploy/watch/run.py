@@ -43,28 +43,14 @@ async def judge_records(
     """Judge every record, and return the report; after Ctrl-C it is about those judged by then, and `interrupted`."""
     view.stage("loading the model")
     async with running_referee(options, replayer_options) as referee:
-        interrupted = False
-        try:
-            await _judge_all(records, options, referee, view)
-        except asyncio.CancelledError:
-            interrupted = True
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
-        return referee.report() | {"interrupted": interrupted}
-
-
-async def _judge_all(records: Iterator[Exchange | str], options: RefereeOptions, referee: Referee, view: View) -> None:
-    num_read = 0
-
-    def note() -> str:
-        found = referee.first_finding
-        return f"{num_read:,} records read, {referee.judged.num_answers:,} answers judged; found so far: " + (
-            found.found if found else "nothing"
-        )
-
-    view.stage("judging", note)
-    async with asyncio.TaskGroup() as tasks:
+        interrupted, num_read = False, 0
         room = asyncio.Semaphore(options.max_queue // 2)  # choices of one record wait together
+
+        def note() -> str:
+            found = referee.first_finding
+            return f"{num_read:,} records read, {referee.judged.num_answers:,} answers judged; found so far: " + (
+                found.found if found else "nothing"
+            )
 
         async def judge(exchange: Exchange) -> None:
             try:
@@ -72,13 +58,21 @@ async def _judge_all(records: Iterator[Exchange | str], options: RefereeOptions,
             finally:
                 room.release()
 
-        async for record in _read_ahead(records):
-            num_read += 1
-            if isinstance(record, str):
-                referee.leave_out(record)
-                continue
-            await room.acquire()
-            tasks.create_task(judge(record))
+        view.stage("judging", note)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                async for record in _read_ahead(records):
+                    num_read += 1
+                    if isinstance(record, str):
+                        referee.leave_out(record)
+                        continue
+                    await room.acquire()
+                    tasks.create_task(judge(record))
+        except asyncio.CancelledError:
+            interrupted = True
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+        return referee.report() | {"interrupted": interrupted}
 
 
 async def _read_ahead(records: Iterator[Exchange | str]) -> AsyncIterator[Exchange | str]:

@@ -92,9 +92,15 @@ class Sender:
 
     async def _send_batch(self, session: aiohttp.ClientSession, url: str) -> bool:
         """Return whether the queue goes on; if not, the batch stays in it."""
-        taken = self._next_batch()
+        taken: list[Exchange] = []
+        size = 0
+        for exchange in self._queue:
+            size += _size(exchange)
+            if taken and (size > _BATCH_BYTES or len(taken) >= _BATCH_EXCHANGES):
+                break
+            taken.append(exchange)
         counts, self._unsent = self._unsent, Counter()
-        problem, again = await self._sent(session, url, ExchangeBatch(taken, dict(counts)))
+        problem, again = await self._sent(session, url, ExchangeBatch(tuple(taken), dict(counts)))
         if again:
             _LOG.warning("The referee at %s takes no exchanges (%s); trying again.", url, problem)
             self._unsent.update(counts)
@@ -120,16 +126,6 @@ class Sender:
             return type(error).__name__, True
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             return type(error).__name__, False
-
-    def _next_batch(self) -> tuple[Exchange, ...]:
-        taken: list[Exchange] = []
-        size = 0
-        for exchange in self._queue:
-            size += _size(exchange)
-            if taken and (size > _BATCH_BYTES or len(taken) >= _BATCH_EXCHANGES):
-                break
-            taken.append(exchange)
-        return tuple(taken)
 
 
 def _size(exchange: Exchange) -> int:

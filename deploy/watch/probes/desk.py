@@ -60,22 +60,18 @@ class Desk:
         self.dialect = found if dialect == "auto" else dialect
         self.fields: Json = {}
         self._takes_ids = True
-        self._find_fields()
-
-    def _find_fields(self) -> None:
-        """Find out whether the server takes token ids, and which fields make it report those and logprobs."""
-        self._takes_ids = self.server.post(self.body((3, 4, 5), max_tokens=1)).ok
+        self._takes_ids = server.post(self.body((3, 4, 5), max_tokens=1)).ok
         plain = self.body(self.passage(0, 3), max_tokens=1)
-        first = self.server.post(plain)
+        first = server.post(plain)
         if not first.ok:
-            raise ServiceError(f"{self.server.url} does not answer a plain completion: {first.reported()}")
+            raise ServiceError(f"{server.url} does not answer a plain completion: {first.reported()}")
         for extras in vendor_of(self.dialect).extras(COMPLETIONS, False):
             wanted = dict(extras) | ({"logprobs": _NUM_TOP} if "logprobs" in extras else {})
-            if self.server.post(plain | wanted).ok:
+            if server.post(plain | wanted).ok:
                 self.fields = wanted
                 break
-        self.reports_ids = self.server.post(plain | self.fields).reply.first.token_ids is not None
-        self.scores_prompts = self.server.post(plain | self.fields | {"prompt_logprobs": 0}).ok
+        self.reports_ids = server.post(plain | self.fields).reply.first.token_ids is not None
+        self.scores_prompts = server.post(plain | self.fields | {"prompt_logprobs": 0}).ok
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
@@ -159,16 +155,11 @@ def parting(desk: Desk, first: Attempt, second: Attempt) -> str:
     if place is None:
         same = len(one) == len(other)
         return "" if same else f"one answer has {len(one)} tokens, the other {len(other)}"
-    margin = _margin(first, place)
-    if margin is None or margin <= desk.edge_nats:
+    candidates = first.reply.first.candidates()
+    if candidates is None or len(candidates) <= place or len(candidates[place]) < 2:  # they are not reported
+        return ""
+    likeliest, second_one = sorted((one.logprob for one in candidates[place]), reverse=True)[:2]
+    margin = likeliest - second_one
+    if margin <= desk.edge_nats:
         return ""
     return f"they part at token {place} ({one[place]}, {other[place]}), where the top two are {margin:.2f} nats apart"
-
-
-def _margin(attempt: Attempt, place: int) -> float | None:
-    """Nats between the two likeliest tokens of a place; None = they are not reported."""
-    candidates = attempt.reply.first.candidates()
-    if candidates is None or len(candidates) <= place or len(candidates[place]) < 2:
-        return None
-    first, second = sorted((one.logprob for one in candidates[place]), reverse=True)[:2]
-    return first - second

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from deploy.exchange.client import Attempt
 from deploy.watch.probes.desk import Desk, ids_of
 from deploy.watch.probes.trial import Trial, probe
 
@@ -29,32 +28,24 @@ def ends(desk: Desk, trial: Trial) -> None:
                 seen = f"{num} tokens, usage {one.reply.num_tokens}"
                 right = num == most and one.reply.num_tokens in (None, most)
                 trial.check(right, one.body, f"exactly {most} tokens", seen)
-        _check_stop_tokens(desk, trial, whole)
-        _check_stop_strings(desk, trial, whole)
-
-
-def _check_stop_tokens(desk: Desk, trial: Trial, whole: Attempt) -> None:
-    stops = list(dict.fromkeys(ids_of(whole)))[1:7]
-    for one in desk.ask_all([whole.body | {"stop_token_ids": [stop]} for stop in stops]):
-        if not trial.answered(one):
-            continue
-        (stop,), ids, reason = one.body["stop_token_ids"], ids_of(one), one.reply.first.finish_reason
-        if stop in ids:
-            right = ids.index(stop) == len(ids) - 1
-        else:  # a server may omit the stop token
-            right = reason == "stop" or len(ids) == one.body["max_tokens"]
-        seen = f"{len(ids)} tokens, finish_reason {reason}"
-        trial.check(right, one.body, "an end at the first stop token", seen)
-
-
-def _check_stop_strings(desk: Desk, trial: Trial, whole: Attempt) -> None:
-    text = whole.reply.first.text
-    stops = [piece for piece in (text[3:6], text[9:13], text[20:22]) if piece.strip() and "\ufffd" not in piece]
-    for one in desk.ask_all([whole.body | {"stop": [stop]} for stop in stops]):
-        if trial.answered(one):
-            (stop,), answer = one.body["stop"], one.reply.first
-            seen = f"{answer.text[-40:]!r}, finish_reason {answer.finish_reason}"
-            trial.check(stop not in answer.text, one.body, f"a text that ends before {stop!r}", seen)
+        stop_ids = list(dict.fromkeys(ids_of(whole)))[1:7]
+        for one in desk.ask_all([whole.body | {"stop_token_ids": [stop]} for stop in stop_ids]):
+            if not trial.answered(one):
+                continue
+            (stop,), ids, reason = one.body["stop_token_ids"], ids_of(one), one.reply.first.finish_reason
+            if stop in ids:
+                right = ids.index(stop) == len(ids) - 1
+            else:  # a server may omit the stop token
+                right = reason == "stop" or len(ids) == one.body["max_tokens"]
+            seen = f"{len(ids)} tokens, finish_reason {reason}"
+            trial.check(right, one.body, "an end at the first stop token", seen)
+        text = whole.reply.first.text
+        stops = [piece for piece in (text[3:6], text[9:13], text[20:22]) if piece.strip() and "\ufffd" not in piece]
+        for one in desk.ask_all([whole.body | {"stop": [stop]} for stop in stops]):
+            if trial.answered(one):
+                (stop,), answer = one.body["stop"], one.reply.first
+                seen = f"{answer.text[-40:]!r}, finish_reason {answer.finish_reason}"
+                trial.check(stop not in answer.text, one.body, f"a text that ends before {stop!r}", seen)
 
 
 @probe("lengths", "Are answers right at lengths around blocks and chunks, and up to the server's limit?")

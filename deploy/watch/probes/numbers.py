@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
@@ -89,7 +89,10 @@ def counters(desk: Desk, trial: Trial) -> None:
     found = []
     for change in ({"logprobs": None}, {}):
         bodies = [desk.body(desk.loop(2 * number + 1), max_tokens=48) | change for number in range(6)]
-        counts, tokens = _counted(desk, lambda bodies=bodies: _serve(desk, trial, bodies))  # type: ignore[misc]
+        before = _settled(desk, 0)
+        tokens = sum(len(one.reply.first.token_ids or ()) for one in desk.ask_all(bodies) if trial.answered(one))
+        counts = _settled(desk, before["generated"] + tokens)
+        counts.subtract(before)
         if counts["generated"] > tokens:
             seen = f"it generated {counts['generated']:.0f} tokens while {tokens} were asked for: it has other clients"
             raise Stopped(ProbeVerdict.UNCLEAR, seen)
@@ -117,15 +120,6 @@ def _read(desk: Desk) -> Counts:
     return counts
 
 
-def _counted(desk: Desk, work: Callable[[], int]) -> tuple[Counts, int]:
-    """Return what the server counted while `work` ran, once it is published, and the tokens that `work` received."""
-    before = _settled(desk, 0)
-    tokens = work()
-    after = _settled(desk, before["generated"] + tokens)
-    after.subtract(before)
-    return after, tokens
-
-
 def _settled(desk: Desk, generated: float) -> Counts:
     """The counts once they are stable and so many tokens were generated, or after a while."""
     deadline, last = time.monotonic() + _SETTLE_S, _read(desk)
@@ -136,10 +130,6 @@ def _settled(desk: Desk, generated: float) -> Counts:
             return now
         last = now
     return last
-
-
-def _serve(desk: Desk, trial: Trial, bodies: list[Json]) -> int:
-    return sum(len(one.reply.first.token_ids or ()) for one in desk.ask_all(bodies) if trial.answered(one))
 
 
 def _check_identities(trial: Trial, counts: Counts, tokens: int, bodies: list[Json]) -> None:

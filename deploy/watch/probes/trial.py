@@ -1,7 +1,7 @@
 """Probes: a question to a server, and what came of it."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -42,10 +42,6 @@ class ProbeOutcome:
     seen: str  # what came of it, in a few words
     findings: list[ProbeFinding] = field(default_factory=list)
     requests: int = 0  # sent for it
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
-        return asdict(self)
 
 
 class Stopped(Exception):
