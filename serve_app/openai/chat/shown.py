@@ -97,17 +97,15 @@ def _render(tokenizer: Tokenizer, chat: ChatPrompt, messages: Messages, variable
     marked = [_marked(message, f"messages.{number}", marks) for number, message in enumerate(messages)]
     tools = [_marked_tool(tool, f"tools.{number}", marks) for number, tool in enumerate(chat.tools)]
     hidden = chat.use == "none" and bool(tools)
+    lacks_content = any(message.get("content", "") is None for message in messages)
+    num_none = text.count("None") if lacks_content else 0
     try:
         shown = tokenizer.render_chat(marked, tools=chat.tools if hidden else tools, variables=variables)
     except InvalidRequest:  # it takes no names but those that it knows, say
-        return _Rendered(text, [], False, text.count("None") if _lacks_content(messages) else 0)
+        return _Rendered(text, [], False, num_none)
     missing = [one for one in marks.missing(shown) if not (hidden and one[0].startswith("tools."))]
     writes_python = any("arguments" in marks.fields[mark][0] for mark in _QUOTED.findall(shown))
-    return _Rendered(text, missing, writes_python, text.count("None") if _lacks_content(messages) else 0)
-
-
-def _lacks_content(messages: Messages) -> bool:
-    return any(message.get("content", "") is None for message in messages)
+    return _Rendered(text, missing, writes_python, num_none)
 
 
 # ---- the forms that templates take
@@ -152,7 +150,10 @@ def _marked(message: Mapping[str, Any], path: str, marks: _Marks) -> dict[str, A
     content, calls = message.get("content"), message.get("tool_calls")
     if content is not None and not calls:
         mark = marks.new(f"{path}.content", "Put its text into another message, or leave it out.")
-        marked["content"] = content + mark if isinstance(content, str) else [*content[:-1], _and(content[-1], mark)]
+        if isinstance(content, str):
+            marked["content"] = content + mark
+        else:
+            marked["content"] = [*content[:-1], {**content[-1], "text": content[-1]["text"] + mark}]
     if calls:
         fix = f"Send the call without content. {_OTHER_TEMPLATE}" if content else _OTHER_TEMPLATE
         places = (
@@ -160,10 +161,6 @@ def _marked(message: Mapping[str, Any], path: str, marks: _Marks) -> dict[str, A
         )
         marked["tool_calls"] = [_marked_call(*one, fix, marks) for one in zip(calls, places, strict=True)]
     return marked
-
-
-def _and(part: Mapping[str, Any], mark: str) -> dict[str, Any]:
-    return {**part, "text": part["text"] + mark}
 
 
 def _marked_call(call: Mapping[str, Any], path: str, fix: str, marks: _Marks) -> dict[str, Any]:

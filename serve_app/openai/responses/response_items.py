@@ -206,7 +206,12 @@ class Conversation:
 
     def in_our_words(self, text: str) -> str:
         """A text with the names of the Responses API for the fields of a chat request."""
-        text = _OF_MESSAGE.sub(self._path_of, text)
+
+        def path_of(match: re.Match[str]) -> str:
+            own, calls = self._paths[int(match["message"])]
+            return own if match["calls"] is None else calls[int(match["call"] or 0)]
+
+        text = _OF_MESSAGE.sub(path_of, text)
         for pattern, name in _NAMES:
             text = pattern.sub(name, text)
         return text
@@ -218,12 +223,6 @@ class Conversation:
     def _put(self, message: Message, path: str, call_paths: list[str]) -> None:
         self.messages.append(message)
         self._paths.append((path, call_paths))
-
-    def _path_of(self, match: re.Match[str]) -> str:
-        own, calls = self._paths[int(match["message"])]
-        if match["calls"] is None:
-            return own
-        return calls[int(match["call"] or 0)]
 
 
 _OF_MESSAGE = re.compile(r"\bmessages\.(?P<message>\d+)(?P<calls>\.tool_calls(\.(?P<call>\d+)(\.function)?)?)?")

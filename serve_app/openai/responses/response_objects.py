@@ -161,7 +161,7 @@ class ResponseEvents:
         if said.content:
             self._take(num_tokens)
             num_tokens = 0
-            events += self._opened(head, "msg", _message("", self._entries))
+            events += self._opened(head, "msg", _message(self._entries))
             events += self._grown(said.content)
         for part in said.calls:
             events += self._called(head, part)
@@ -184,7 +184,7 @@ class ResponseEvents:
         """The events that end the last item, and the response."""
         whole = join(self._pieces)
         if self._last is None:
-            self._last = [] if self._items else self._opened(head, "msg", _message("", self._entries))
+            self._last = [] if self._items else self._opened(head, "msg", _message(self._entries))
             self._entries += self._waiting
             cut_off = whole.finish_reason == FinishReason.LENGTH.value
             self._last += self._closed("incomplete" if cut_off else "completed")
@@ -234,8 +234,8 @@ class ResponseEvents:
         events: list[bytes] = []
         if part.index != self._call:
             self._call = part.index
-            named = CallPart(part.index, "", part.name, part.call_id)
-            events += self._opened(head, "fc", _call(named))
+            named = {"call_id": part.call_id, "name": part.name, "arguments": ""}
+            events += self._opened(head, "fc", {"type": "function_call", **named})
         return events + (self._grown(part.arguments) if part.arguments else [])
 
     def _grown(self, text: str) -> list[bytes]:
@@ -299,10 +299,6 @@ class _OpenItem:
         return text
 
 
-def _message(text: str, logprobs: list[Fields]) -> Fields:
-    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+def _message(logprobs: list[Fields]) -> Fields:
+    part = {"type": "output_text", "text": "", "annotations": [], "logprobs": logprobs}
     return {"type": "message", "role": "assistant", "content": [part]}
-
-
-def _call(part: CallPart) -> Fields:
-    return {"type": "function_call", "call_id": part.call_id, "name": part.name, "arguments": part.arguments}

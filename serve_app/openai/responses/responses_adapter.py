@@ -31,13 +31,27 @@ class ResponsesAdapter:
     async def prepare(self, wire: ResponsesRequest, owner: str, timeout_s: float | None = None) -> Planned:
         """Check a request and tokenise it; `owner` is whose responses it may refer to. Raises InvalidRequest: it can
         never be served; `field` names what is wrong."""
-        earlier = await self._earlier(wire, owner)
+        earlier: Sequence[AnyItem] = ()
+        if (response_id := wire.previous_response_id) is not None:
+            name = "previous_response_id"
+            if self._kept is None:
+                raise UnsupportedParameter(name, f"{name}: {_NOTHING_KEPT}, or send all items of the conversation.")
+            found = await self._find(response_id, owner)
+            if found is None:
+                raise PreviousResponseNotFound(
+                    name, f"{name}: {self._unknown(response_id)} Send all items of the conversation instead."
+                )
+            earlier = items_from([*found["items"], *found["response"]["output"]])
         items = [await self._referred(item, f"input.{number}", owner) for number, item in enumerate(wire.items)]
         conversation = wire.conversation(earlier, items)
         stores = self._kept is not None and wire.store is not False
 
         async def keep(response: Fields) -> bool:
-            return await self._keep(response, [*earlier, *items], owner)
+            """With the conversation before it, so that it outlives the responses that this went on from."""
+            assert self._kept is not None
+            said = [item.model_dump(exclude_none=True, by_alias=True) for item in (*earlier, *items)]
+            record = {"response": response | {"store": True}, "items": said}
+            return await self._kept.put(response["id"], owner, json.dumps(record).encode())
 
         form = ResponsesFormat(wire.echo(), stores, keep, self._front_end.count_tokens)
         with in_words(conversation.in_our_words):
@@ -71,26 +85,6 @@ class ResponsesAdapter:
             return None
         found: Fields = json.loads(record)
         return found
-
-    async def _keep(self, response: Fields, said: Sequence[AnyItem], owner: str) -> bool:
-        """Keep a response with the conversation before it, so that it outlives the responses that this went on from."""
-        assert self._kept is not None
-        items = [item.model_dump(exclude_none=True, by_alias=True) for item in said]
-        record = {"response": response | {"store": True}, "items": items}
-        return await self._kept.put(response["id"], owner, json.dumps(record).encode())
-
-    async def _earlier(self, wire: ResponsesRequest, owner: str) -> Sequence[AnyItem]:
-        name, response_id = "previous_response_id", wire.previous_response_id
-        if response_id is None:
-            return ()
-        if self._kept is None:
-            raise UnsupportedParameter(name, f"{name}: {_NOTHING_KEPT}, or send all items of the conversation.")
-        found = await self._find(response_id, owner)
-        if found is None:
-            raise PreviousResponseNotFound(
-                name, f"{name}: {self._unknown(response_id)} Send all items of the conversation instead."
-            )
-        return items_from([*found["items"], *found["response"]["output"]])
 
     async def _referred(self, item: AnyItem, path: str, owner: str) -> AnyItem:
         """Return what an item refers to; itself, where it is no reference."""
