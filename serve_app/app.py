@@ -55,13 +55,41 @@ def build(config: AppConfig) -> Application:
 
 
 def _options(config: AppConfig, name: PoolName) -> dict[str, Any]:
-    pool = config.pool(name)
-    scaling = (
-        {"num_replicas": pool.replicas}
-        if pool.autoscaling is None
-        else {"autoscaling_config": pool.autoscaling.serve_options(name)}
-    )
-    return scaling | _routing(config, name) | _shared_options(config, 1) | _place(config, name)
+    """Options of a pool's replicas: a share of one node, or where Ray places vLLM's ranks, a GPU for each of them on as
+    few nodes as have them, the first beside the replica itself."""
+    pool, ranks, routing = config.pool(name), config.ranks, config.routing
+    options = _shared_options(config, 1)
+    if pool.autoscaling is None:
+        options["num_replicas"] = pool.replicas
+    else:
+        options["autoscaling_config"] = pool.autoscaling.serve_options(name)
+    actor, environment = {"num_cpus": pool.num_cpus}, _thread_environment(pool.num_threads)
+    if ranks.by_ray:
+        first = {"CPU": pool.num_cpus} if pool.num_cpus else {}
+        labels = pool.label_selector
+        options |= {
+            # The GPUs are the placement group's, not the replica's own; its vLLM looks at them nevertheless.
+            "ray_actor_options": actor | {"runtime_env": {"env_vars": environment}},
+            "placement_group_bundles": [first | {"GPU": 1.0}, *({"GPU": 1.0} for _ in range(ranks.number - 1))],
+            "placement_group_strategy": "PACK",
+            "placement_group_bundle_label_selector": [labels] * ranks.number if labels else None,
+        }
+    else:
+        own = {"num_gpus": pool.num_gpus, "label_selector": pool.label_selector}
+        options["ray_actor_options"] = actor | own | {"runtime_env": {"env_vars": environment | ONLY_GIVEN_GPUS}}
+    is_prefill = name == "prefill"
+    # Behind HAProxy, an ingress follows its rule, and Serve refuses one that it would pass over.
+    is_behind_haproxy = not is_prefill and config.router is None and os.environ.get(HA_PROXY) == "1"
+    if (routing.prefill if is_prefill else routing.decode) != "serve" and not is_behind_haproxy:
+        chosen, needs = "DecodeRouter", {"max_num_seqs": config.engine.max_num_seqs}
+        if is_prefill:
+            chosen, needs = "PrefillRouter", {"block_size": config.engine.block_size}
+        options["request_router_config"] = RequestRouterConfig(
+            request_router_class=f"serve_app.cluster.replica_router:{chosen}",
+            request_router_kwargs=needs,
+            request_routing_stats_period_s=routing.period_s,
+        )
+    return options
 
 
 def _shared_options(config: AppConfig, num_engines: int) -> dict[str, Any]:
@@ -76,45 +104,6 @@ def _shared_options(config: AppConfig, num_engines: int) -> dict[str, Any]:
         "graceful_shutdown_timeout_s": limits.request_timeout_s,
         "logging_config": _logging(config),
     }
-
-
-def _place(config: AppConfig, name: PoolName) -> dict[str, Any]:
-    """Return what Ray reserves for a replica: a share of one node, or where Ray places vLLM's ranks, a GPU for each of
-    them on as few nodes as have them, the first beside the replica itself."""
-    pool = config.pool(name)
-    actor, environment = {"num_cpus": pool.num_cpus}, _thread_environment(pool.num_threads)
-    if not config.ranks.by_ray:
-        own = {"num_gpus": pool.num_gpus, "label_selector": pool.label_selector}
-        return {"ray_actor_options": actor | own | {"runtime_env": {"env_vars": environment | ONLY_GIVEN_GPUS}}}
-    first = {"CPU": pool.num_cpus} if pool.num_cpus else {}
-    bundles = [first | {"GPU": 1.0}, *({"GPU": 1.0} for _ in range(config.ranks.number - 1))]
-    return {
-        # The GPUs are the placement group's, not the replica's own; its vLLM looks at them nevertheless.
-        "ray_actor_options": actor | {"runtime_env": {"env_vars": environment}},
-        "placement_group_bundles": bundles,
-        "placement_group_strategy": "PACK",
-        "placement_group_bundle_label_selector": [pool.label_selector] * len(bundles) if pool.label_selector else None,
-    }
-
-
-def _routing(config: AppConfig, name: PoolName) -> dict[str, Any]:
-    engine, routing = config.engine, config.routing
-    if (routing.prefill if name == "prefill" else routing.decode) == "serve":
-        return {}
-    is_ingress = name != "prefill" and config.router is None
-    if is_ingress and os.environ.get(HA_PROXY) == "1":
-        return {}  # HAProxy has a rule of its own, and Serve refuses one that it would pass over
-    chosen, needs = (
-        ("PrefillRouter", {"block_size": engine.block_size})
-        if name == "prefill"
-        else ("DecodeRouter", {"max_num_seqs": engine.max_num_seqs})
-    )
-    router = RequestRouterConfig(
-        request_router_class=f"serve_app.cluster.replica_router:{chosen}",
-        request_router_kwargs=needs,
-        request_routing_stats_period_s=routing.period_s,
-    )
-    return {"request_router_config": router}
 
 
 def _router_options(config: AppConfig, router: RouterSection) -> dict[str, Any]:

@@ -45,7 +45,17 @@ def serve(asked: ServeTarget, checked: ServeFile, address: str | None) -> None:
             "--api-key makes a file on this machine, and replicas on a cluster read their own: set access.keys_file to "
             "a file of `truespec keys create` on every node."
         )
-    with served(checked, address, report) as service, _interruptible() as stop:
+    with served(checked, address, report) as service:
+        stop = threading.Event()
+
+        def end(*_: object) -> None:
+            """Stop at the first interrupt, which breaks off no line that is being printed; the next ones interrupt."""
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            stop.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, end)
         say(f"Serving {service.model_name} at {service.base_url}. Try:\n  {curl_line(service)}", err)
         if checked.application.args.access.keys_file is not None:
             say("It asks for an API key: add -H 'authorization: Bearer KEY'.", err)
@@ -67,10 +77,10 @@ def demo(json_file: Path | None, port: int, file: Path) -> None:
     The fault is put into the running service; then speed is measured. It takes 2 to 5 minutes, and its first run
     fetches a model of 93 MB.
     """
-    from deploy.run.demo import BUSY_CORES, curl_line, run_demo
-
     check_writable(json_file, "--json")
     checked = at_port(load_config(file), port)
+    from deploy.run.demo import BUSY_CORES, curl_line, run_demo
+
     report = progress_printer()
     report("the demo takes 2 to 5 minutes; its first run also fetches a model of 93 MB")
     token, rehearses = secrets.token_hex(16), checked.application.args.guard.rehearsal
@@ -141,21 +151,3 @@ def _print_figures(figures: dict[str, Any]) -> None:
         value = figures[key]
         table.add_row(label, "nothing was counted" if value is None else form.format(value))
     out.print(table)
-
-
-@contextmanager
-def _interruptible() -> Iterator[threading.Event]:
-    """An event that the first interrupt or request to end sets; the next one interrupts as usual.
-
-    What is printed inside is printed whole: an interrupt that arrives while a line is written does not break it off.
-    """
-    stop = threading.Event()
-
-    def end(*_: object) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        stop.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end)
-    yield stop

@@ -44,8 +44,12 @@ def file_or_model(given: str) -> Path | str:
             return found
         if path.is_dir():
             return _folder(given, path)
+        if path.suffix == ".gguf" and path.exists():
+            raise ConfigError(f"{given} is a GGUF file, which truespec does not serve; give a folder of safetensors.")
         if path.exists():
-            return _file(given, path)
+            if path.suffix in _WEIGHTS or (path.suffix == ".json" and (path.parent / "config.json").is_file()):
+                raise ConfigError(f"{given} is one file of a model; give its folder: {path.parent}.")
+            return path
         if path.is_symlink():
             raise ConfigError(f"{given} is a link to {path.readlink()}, which is not there; give another path.")
         is_path = given.startswith((".", "/", "~")) or path.suffix in (".yaml", ".yml", ".json", *_WEIGHTS)
@@ -75,14 +79,6 @@ def _folder(given: str, path: Path) -> str:
         raise ConfigError(f"{given} is an empty folder; put a checkpoint into it, or give another folder or a hub id.")
     hint = f"Did you mean {' or '.join(named)}?" if named else "Give the folder that has it, or a file of settings."
     raise ConfigError(f"{given} is a folder without config.json, so it holds no model. {hint}")
-
-
-def _file(given: str, path: Path) -> Path:
-    if path.suffix == ".gguf":
-        raise ConfigError(f"{given} is a GGUF file, which truespec does not serve; give a folder of safetensors.")
-    if path.suffix in _WEIGHTS or (path.suffix == ".json" and (path.parent / "config.json").is_file()):
-        raise ConfigError(f"{given} is one file of a model; give its folder: {path.parent}.")
-    return path
 
 
 def _missing(given: str, path: Path, *, is_path: bool) -> str:

@@ -657,15 +657,11 @@ class AppConfig(Section):
         pool = self.pool_names[0]
         ours = self.may_replay_vllm(pool)
         if ours and self.vllm.replays is None:
-            ours = self._can_replay_vllm(pool, Path(folder), device_bytes)
+            place, arguments = Path(folder), self.vllm.engine_args
+            ours = not why_not_ours(place, arguments)
+            if ours and device_bytes and (needs := needs_of(place, self.engine_config(pool), arguments)) is not None:
+                ours = vllms_share(needs, device_bytes, arguments.get(SHARE)) is not None
         return lambda request: ours and not (request.adapter or request.params.structure)
-
-    def _can_replay_vllm(self, pool: PoolName, folder: Path, device_bytes: int) -> bool:
-        arguments = self.vllm.engine_args
-        if why_not_ours(folder, arguments):
-            return False
-        needs = needs_of(folder, self.engine_config(pool), arguments) if device_bytes else None
-        return needs is None or vllms_share(needs, device_bytes, arguments.get(SHARE)) is not None
 
     @property
     def payload_transport(self) -> Literal["plasma", "inline", "nixl"]:

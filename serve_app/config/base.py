@@ -66,17 +66,9 @@ def fault_in_words(fault: Mapping[str, Any]) -> str:
         for name, value in context.items()
     }
     said = _WORDS[fault["type"]].format_map(plain) if fault["type"] in _WORDS else fault["msg"]
-    return f"{said}, got {_shown(fault['input'])}."
-
-
-def _shown(value: Any) -> str:
-    """A value as messages show it: what kind of thing it is, where it is not a plain value."""
-    if value is None:
-        return "nothing"
-    if isinstance(value, list | Mapping):
-        return "a list" if isinstance(value, list) else "a map"
-    text = repr(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    value = fault["input"]
+    shown = {type(None): "nothing", list: "a list", dict: "a map"}.get(type(value)) or repr(value)
+    return f"{said}, got {shown if len(shown) <= _LONGEST else f'{shown[:_LONGEST]}...'}."
 
 
 class FieldError(ValueError):

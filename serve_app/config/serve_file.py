@@ -42,14 +42,6 @@ class DeploymentOverride(Section):
         """The pool whose replicas the deployment's are."""
         return POOL_OF_DEPLOYMENT[self.name]
 
-    def place_of(self, field: str) -> str:
-        """Return where this override sets what a pool's `autoscaling` has under `field`."""
-        target = field.removeprefix("target_")
-        policy = self.autoscaling_config and self.autoscaling_config.policy
-        if policy and target in policy.policy_kwargs["targets"]:
-            return f"autoscaling_config.policy.policy_kwargs.targets.{target}"
-        return f"autoscaling_config.{field}"
-
 
 class Application(Section):
     """One Ray Serve application."""
@@ -85,8 +77,12 @@ class Application(Section):
                 self._overridden(override)
             except ValidationError as error:
                 fault = error.errors(include_url=False)[0]
-                field = f"deployments[{number}].{override.place_of(str(fault['loc'][-1]))}"
-                raise FieldError(field, fault_in_words(fault)) from error
+                field, scaling = str(fault["loc"][-1]), override.autoscaling_config
+                target = field.removeprefix("target_")
+                if scaling and scaling.policy and target in scaling.policy.policy_kwargs["targets"]:
+                    field = f"policy.policy_kwargs.targets.{target}"
+                place = f"deployments[{number}].autoscaling_config.{field}"
+                raise FieldError(place, fault_in_words(fault)) from error
         return self
 
     @property

@@ -61,7 +61,7 @@ BAD: dict[str, dict[str, Any]] = {
     "drafter.model: is missing: kind eagle3 needs a folder": config(drafter={"kind": "eagle3"}),
     "pools.prefill.gpus: is above 0, but engine.device is cpu; set it to 0": config(engine={"device": "cpu"}),
     "engine.verifier: cannot be set for engine.kind vllm": merged(VLLM, config(engine={"verifier": "coupled"})),
-    "engine.kv_cache_tokens: must hold at least one sequence of engine.max_model_len (9000) tokens, got 8192": merged(
+    "engine.kv_cache_tokens: must hold at least one sequence of max_model_len (9000) tokens, got 8192": merged(
         VLLM, config(engine={"max_model_len": 9000, "kv_cache_tokens": 8192}),
     ),
     "access.open_metrics: is false, but there are no keys to open it": config(access={"open_metrics": False}),
