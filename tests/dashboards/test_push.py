@@ -89,15 +89,12 @@ def test_a_save_between_reading_and_writing_is_not_overwritten_unless_asked(graf
     assert grafana.dashboards[uid]["dashboard"]["title"] == "truespec / Overview"
 
 
-def test_a_namesake_in_the_folder_is_reported(grafana: FakeGrafana) -> None:
+def test_a_namesake_of_a_page_or_of_the_folder_is_reported(grafana: FakeGrafana) -> None:
     pushed(grafana)
     grafana.dashboards["other"] = grafana.dashboards.pop("truespec-latency")
     with pytest.raises(PushError, match=r"truespec / Latency.*412.*has its title"):
         pushed(grafana)
-
-
-def test_a_namesake_of_the_folder_is_reported(grafana: FakeGrafana) -> None:
-    grafana.folders["theirs"] = {"uid": "theirs", "title": "truespec", "version": 1}
+    grafana.folders = {"theirs": {"uid": "theirs", "title": "truespec", "version": 1}}
     with pytest.raises(PushError, match=r"folder truespec.*409.*that name already exists"):
         pushed(grafana)
 
@@ -124,17 +121,20 @@ def test_the_token_may_come_from_a_file(grafana: FakeGrafana, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("url", "reported"),
+    ("url", "token", "reported"),
     [
-        ("127.0.0.1:3000", "not the URL of a server"),
-        ("ftp://host/", "not the URL of a server"),
-        ("http://admin:pass@host", "holds a password"),
-        ("http://127.0.0.1:1", "cannot be reached"),
+        ("127.0.0.1:3000", TOKEN, "not the URL of a server"),
+        ("ftp://host/", TOKEN, "not the URL of a server"),
+        ("http://admin:pass@host", TOKEN, "holds a password"),
+        ("http://127.0.0.1:1", TOKEN, "cannot be reached"),
+        ("http://127.0.0.1:1", "two words", "The token is empty or holds"),
+        ("http://127.0.0.1:1", "line\nbreak", "The token is empty or holds"),
+        ("http://127.0.0.1:1", "ünicode", "The token is empty or holds"),
     ],
 )
-def test_a_url_that_leads_nowhere_is_reported(url: str, reported: str) -> None:
+def test_what_can_be_no_url_or_token_of_a_server_is_reported(url: str, token: str, reported: str) -> None:
     with pytest.raises(PushError, match=reported) as caught:
-        push(Server(url, TOKEN), PAGES)
+        push(Server(url, token), PAGES)
     assert "pass@" not in str(caught.value)
 
 
@@ -146,9 +146,3 @@ def test_a_wrong_path_or_something_else_that_answers_is_reported(grafana: FakeGr
         grafana.body_of_everything = body
         with pytest.raises(PushError, match="answers not as Grafana does"):
             pushed(grafana)
-
-
-@pytest.mark.parametrize("token", ["two words", "line\nbreak", "ünicode"])
-def test_a_token_that_cannot_be_one_is_reported(grafana: FakeGrafana, token: str) -> None:
-    with pytest.raises(PushError, match="The token is empty or holds"):
-        push(Server(grafana.url, token), PAGES)

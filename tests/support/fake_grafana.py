@@ -13,12 +13,7 @@ PREFIX = "/grafana"
 
 
 class Refused(Exception):
-    """An answer other than 200."""
-
-    def __init__(self, code: int, message: str, status: str | None = None) -> None:
-        super().__init__(message)
-        self.code = code
-        self.body = {"message": message} | ({"status": status} if status else {})
+    """An answer other than 200: status code, message, and Grafana's own word for it."""
 
 
 @dataclass
@@ -48,12 +43,17 @@ class FakeGrafana:
                 raise Refused(403, "You'll need additional permissions to perform this action.")
             self.before_write()
         match method, path.strip("/").split("/"):
-            case "GET", ["folders", uid]:
-                return self._get(self.folders, uid, "folder not found")
+            case "GET" | "PUT", ["folders", uid]:
+                folder = self._get(self.folders, uid, "folder not found")
+                if method == "PUT":
+                    if body.get("version") != folder["version"]:
+                        raise Refused(412, "the folder has been changed by someone else", "version-mismatch")
+                    folder |= {"title": body["title"], "version": folder["version"] + 1}
+                return folder
             case "POST", ["folders"]:
-                return self._create_folder(body)
-            case "PUT", ["folders", uid]:
-                return self._update_folder(uid, body)
+                if any(folder["title"] == body["title"] for folder in self.folders.values()):
+                    raise Refused(409, "a folder with that name already exists")
+                return self.folders.setdefault(body["uid"], body | {"version": 1})
             case "GET", ["dashboards", "uid", uid]:
                 entry = self._get(self.dashboards, uid, "Dashboard not found")
                 meta = {"folderUid": entry["folder"], "version": entry["dashboard"]["version"]}
@@ -68,43 +68,21 @@ class FakeGrafana:
             raise Refused(404, message)
         return kept[uid]
 
-    def _create_folder(self, body: Any) -> Any:
-        if body["uid"] in self.folders:
-            raise Refused(412, "the folder has been changed by someone else", "version-mismatch")
-        if any(folder["title"] == body["title"] for folder in self.folders.values()):
-            raise Refused(409, "a folder with that name already exists")
-        self.folders[body["uid"]] = {"uid": body["uid"], "title": body["title"], "version": 1}
-        return self.folders[body["uid"]]
-
-    def _update_folder(self, uid: str, body: Any) -> Any:
-        folder = self._get(self.folders, uid, "folder not found")
-        if body.get("version") != folder["version"] and not body.get("overwrite"):
-            raise Refused(412, "the folder has been changed by someone else", "version-mismatch")
-        folder |= {"title": body["title"], "version": folder["version"] + 1}
-        return folder
-
     def save(self, body: Any) -> Any:
         """POST /api/dashboards/db: the version must be the one that is kept, or `overwrite` be set."""
         new, uid = dict(body["dashboard"]), body["dashboard"]["uid"]
         folder, overwrite = body.get("folderUid", ""), body.get("overwrite", False)
-        if folder not in self.folders:
-            raise Refused(404, "folder not found")
+        self._get(self.folders, folder, "folder not found")
         there = self.dashboards.get(uid)
         if there is not None and not overwrite and new.get("version") != there["dashboard"]["version"]:
             raise Refused(412, "The dashboard has been changed by someone else", "version-mismatch")
-        namesakes = (
-            other
-            for name, other in self.dashboards.items()
-            if name != uid and other["folder"] == folder and other["dashboard"]["title"] == new["title"]
-        )
-        if any(namesakes) and not overwrite:
+        others = [other for name, other in self.dashboards.items() if name != uid and other["folder"] == folder]
+        if any(other["dashboard"]["title"] == new["title"] for other in others) and not overwrite:
             raise Refused(412, "A dashboard with the same name in the folder already exists", "name-exists")
         version = 1 if there is None else there["dashboard"]["version"] + 1
         # A server sets what is its own and fills in what was left out.
-        kept = (
-            {"fiscalYearStartMonth": 0, "preload": False} | new | {"id": len(self.dashboards) + 1, "version": version}
-        )
-        self.dashboards[uid] = {"dashboard": kept, "folder": folder}
+        own = {"id": len(self.dashboards) + 1, "version": version}
+        self.dashboards[uid] = {"dashboard": {"preload": False} | new | own, "folder": folder}
         return {"status": "success", "uid": uid, "version": version}
 
 
@@ -117,24 +95,17 @@ def running_grafana() -> Iterator[FakeGrafana]:
         def _serve(self) -> None:
             length = int(self.headers.get("content-length") or 0)
             body = json.loads(self.rfile.read(length)) if length else None
-            code, text = self._answer(body)
-            self.send_response(code)
-            self.send_header("content-length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        def _answer(self, body: Any) -> tuple[int, bytes]:
+            root, token = f"{PREFIX}/api", self.headers.get("authorization", "")
             if fake.body_of_everything is not None:
-                return 200, fake.body_of_everything.encode()
-            root = f"{PREFIX}/api"
-            if not self.path.startswith(root):
-                return 404, b"<html>404 page not found; leave a message</html>"
-            try:
-                token = self.headers.get("authorization", "")
-                answer = fake.answer(self.command, self.path.removeprefix(root), token, body)
-            except Refused as refusal:
-                return refusal.code, json.dumps(refusal.body).encode()
-            return 200, json.dumps(answer).encode()
+                self.say(200, fake.body_of_everything.encode())
+            elif not self.path.startswith(root):
+                self.say(404, b"<html>404 page not found; leave a message</html>")
+            else:
+                try:
+                    self.say(200, json.dumps(fake.answer(self.command, self.path[len(root) :], token, body)).encode())
+                except Refused as refusal:
+                    code, *said = refusal.args
+                    self.say(code, json.dumps(dict(zip(("message", "status"), said, strict=False))).encode())
 
         do_GET = do_POST = do_PUT = _serve
 
