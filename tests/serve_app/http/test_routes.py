@@ -67,7 +67,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "logprob_token_ids": ([10**6], [1] * 1025, 5),
     "prompt_logprobs": (21, -1, True),
     "reproducible": (1,),
-    "model": (None, 5),
+    "model": (None, 5, "a\0"),
     "user": (5, "a\0b"),
 }
 """Values of a chat's fields that are refused by the name of the field."""
@@ -112,7 +112,7 @@ WRONG_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"role": "user"}, "content"),
     ({"role": "user", "content": []}, "content"),
     ({"role": "user", "content": [{"type": "text"}]}, "content.0.text"),
-    ({"role": "user", "content": "\udc00"}, "content"),
+    *(({"role": "user", "content": half}, "content") for half in ("\udc00", "\ud83d")),
     ({"role": "king", "content": "a"}, "role"),
     ({"role": "user", "content": "a", "tool_call_id": "1"}, "tool_call_id"),
     ({"role": "user", "content": "a", "reasoning": "b"}, "reasoning"),

@@ -25,14 +25,14 @@ async def test_every_parameter_reaches_the_engine(tokenizer: Tokenizer) -> None:
         "frequency_penalty": 0.5, "repetition_penalty": 1.2, "ignore_eos": True, "speculate": False,
         "reproducible": True, "prompt_logprobs": 3,
     }  # fmt: skip
-    lists = {"stop_token_ids": [4, 5], "allowed_token_ids": [3, 7, 9], "logprob_token_ids": [9, 8]}
+    lists = {"stop_token_ids": [4, 4, 5], "allowed_token_ids": [3, 7, 3, 9], "logprob_token_ids": [9, 8, 9]}
     params = await params_of(tokenizer, completion(**sent, **lists, logit_bias={"7": -5, "9": 1}, logprobs=1))
-    expected = sent | {name: tuple(ids) for name, ids in lists.items()}
+    expected = sent | {name: tuple(dict.fromkeys(ids)) for name, ids in lists.items()}
     expected |= {"logit_bias": ((7, -5.0), (9, 1.0)), "logprobs": 1, "max_tokens": 50}
     assert params == SamplingParams(**expected)
     assert params.changed | {"bad_words", "structure"} == {own.name for own in dataclasses.fields(SamplingParams)}
-    form = {"type": "json_object"}
-    assert (await params_of(tokenizer, chat(response_format=form))).structure == Structure("json_object")
+    plain = await params_of(tokenizer, chat(response_format={"type": "json_object"}, top_k=-1))
+    assert (plain.structure, plain.top_k) == (Structure("json_object"), 0)
 
 
 async def test_a_bad_word_is_forbidden_at_the_start_and_after_a_space(tokenizer: Tokenizer) -> None:
