@@ -16,7 +16,8 @@ from deploy.cli.main import main
 from deploy.jobs import batch as sending
 from deploy.jobs.batch import retry_wait_s
 from deploy.jobs.batch_files import BatchOutput
-from tests.support.fake_openai import BREAK, FakeOpenAI, Reply, completion, failure, wait_until
+from tests.support.fake_openai import BREAK, FakeOpenAI, Reply, completion, failure
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -75,8 +76,8 @@ def test_a_run_that_is_ended_in_the_middle_continues(tmp_path: Path, number: int
     with FakeOpenAI(answer).running() as server:
         command = [str(TRUESPEC), "batch", *map(str, files), "--url", server.url, "--concurrency", "8"]
         first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        wait_until(lambda: server.asked.total() == 33, "a stop in the middle")
-        wait_until(lambda: files[1].read_bytes().count(b"\n") == 25, "25 lines on the disk")
+        wait_for(lambda: server.asked.total() == 33, "a stop in the middle")
+        wait_for(lambda: files[1].read_bytes().count(b"\n") == 25, "25 lines on the disk")
         first.send_signal(number)
         assert "Traceback" not in first.communicate()[1]
         before = files[1].read_bytes()

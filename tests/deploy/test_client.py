@@ -32,7 +32,7 @@ class Handler(QuietHandler):
         self.say(404, b"")
 
     def do_POST(self) -> None:
-        body: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        body: dict[str, Any] = json.loads(self.sent())
         question = body["messages"][0]["content"]
         events = [*EVENTS[:2], {"error": {"message": "the engine is gone"}}] if question == "break" else EVENTS
         if question == "refuse":
@@ -136,7 +136,7 @@ class Breaking:
                 self._answer({})
 
             def do_POST(self) -> None:
-                self._answer(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+                self._answer(json.loads(self.sent()))
 
             def _answer(self, body: dict[str, Any]) -> None:
                 breaking.num_requests += 1

@@ -11,7 +11,7 @@ import pytest
 from speculative.model.catalogue import fetch_model
 from tests.support.chart import EXAMPLES, Object, one, pod_templates, serve_config, template
 from tests.support.ray_head import RayHead, ray_head
-from tests.support.services import wait_for
+from tests.support.waiting import wait_for
 from tools.chaos.sockets import free_ports
 from tools.chart import CHART
 

@@ -26,17 +26,12 @@ def service(models: list[str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
                 "/v1/models": json.dumps({"data": [{"id": name} for name in models]}),
                 "/metrics": f'truespec_emitted_tokens_total{{pool="decode"}} {TOKENS * len(asked)}\n',
             }
-            self.answer(answers[self.path])
+            self.say(200, answers[self.path].encode())
 
         def do_POST(self) -> None:
-            asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            asked.append(json.loads(self.sent()))
             choice = {"text": "a", "finish_reason": "length", "logprobs": {"token_logprobs": [-1.0] * TOKENS}}
-            self.answer(json.dumps({"choices": [choice], "usage": {"completion_tokens": TOKENS}}))
-
-        def answer(self, text: str) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(text.encode())
+            self.say(200, json.dumps({"choices": [choice], "usage": {"completion_tokens": TOKENS}}).encode())
 
     with serving(Handler) as url:
         yield url, asked
@@ -71,8 +66,7 @@ def part(*answers: tuple[str, int, int]) -> Iterator[str]:
     class Handler(QuietHandler):
         def do_GET(self) -> None:
             waits[self.path] = waits.get(self.path, 0) - 1
-            self.send_response(503 if waits[self.path] >= 0 else statuses.get(self.path, 404))
-            self.end_headers()
+            self.say(503 if waits[self.path] >= 0 else statuses.get(self.path, 404))
 
     with serving(Handler) as url:
         yield url

@@ -3,7 +3,6 @@
 import asyncio
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from serve_app.text.grammar import StructureCompiler
 from serve_app.text.tokenizer import Tokenizer
 from tests.support.fake_serving import BackendSource, Served, ServeFake, make_backend
 from tests.support.tiny_models import write_tiny_model
+from tests.support.waiting import wait_for
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 EOS = "<|im_end|>"
@@ -112,10 +112,7 @@ def serve_http() -> Iterator[Callable[[FastAPI], int]]:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         running.append((server, thread))
-        deadline = time.monotonic() + 120
-        while not server.started:
-            assert time.monotonic() < deadline, "the server did not start"
-            time.sleep(0.01)
+        wait_for(lambda: server.started, "the server's start")
         return int(listener.getsockname()[1])
 
     yield serve

@@ -12,7 +12,8 @@ import yaml
 from serve_app.http.access.access import Scope
 from serve_app.http.access.keys import create_key, revoke_key
 from tests.support.ray_head import ray_head
-from tests.support.services import MODEL, app_args, deployed, wait_for
+from tests.support.services import MODEL, app_args, deployed
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200)]
 

@@ -18,7 +18,7 @@ from deploy.run.cluster import running_app
 from serve_app.config.files import load_config
 from speculative.kernels.library import cpu_kernels
 from tests.support.project_files import ROOT
-from tests.support.services import wait_for
+from tests.support.waiting import wait_for
 from tools.chaos.sockets import free_ports
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]

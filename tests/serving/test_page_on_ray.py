@@ -4,7 +4,8 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.support.browser import Visit, chromium, needs_chromium
-from tests.support.services import Service, wait_for
+from tests.support.services import Service
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200), needs_chromium]
 

@@ -18,7 +18,8 @@ from serve_app.telemetry.metric_summary import MetricSummary
 from tests.support.loops import for_each
 from tests.support.prometheus import Prometheus, program, promtool, running_prometheus
 from tests.support.runbook_shell import commands, run
-from tests.support.services import TOKEN, Load, Service, administered, app_args, deployed, wait_for
+from tests.support.services import TOKEN, Load, Service, administered, app_args, deployed
+from tests.support.waiting import wait_for
 
 # First: Ray's agent exports what every service of its cluster ever counted, and takes seconds for that of many.
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.first, pytest.mark.timeout(1200)]

@@ -17,8 +17,9 @@ import serve_app.app
 from serve_app.app import build_app
 from tests.support.faulty_services import hold_long_answers, slow_steps, with_fault
 from tests.support.gpu_probe import visible_gpus
-from tests.support.services import MODEL, Service, administered, app_args, deployed, wait_for
+from tests.support.services import MODEL, Service, administered, app_args, deployed
 from tests.support.tiny_models import write_tiny_model
+from tests.support.waiting import wait_for
 from tools.chaos.replicas import Killer, replica_pids
 from tools.chaos.run import Strikes, run_chaos
 from tools.chaos.streams import plan

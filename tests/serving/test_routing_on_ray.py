@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.services import MODEL, Service, app_args, deployed, wait_for
+from tests.support.services import MODEL, Service, app_args, deployed
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200)]
 

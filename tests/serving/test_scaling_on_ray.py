@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from ray import serve
 
-from tests.support.services import MODEL, app_args, deployed, wait_for
+from tests.support.services import MODEL, app_args, deployed
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.services import wait_for
+from tests.support.waiting import wait_for
 from tools.chaos.sockets import free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]

@@ -10,7 +10,8 @@ import pytest
 import ray
 
 from tests.support.otlp_collector import Collector, running_collector
-from tests.support.services import MODEL, Service, app_args, deployed, wait_for
+from tests.support.services import MODEL, Service, app_args, deployed
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 

@@ -21,8 +21,9 @@ from serve_app.telemetry.metric_summary import summarise
 from speculative.config import kernels_folder
 from tests.support.fake_hub import FakeHub, fake_hub
 from tests.support.ray_head import RayHead, ray_head, ray_node
-from tests.support.services import ENGINE, MODEL, OPERATOR, REPLAY, administered, metric_total, wait_for
+from tests.support.services import ENGINE, MODEL, OPERATOR, REPLAY, administered, metric_total
 from tests.support.tiny_models import write_tiny_model
+from tests.support.waiting import wait_for
 from tools.chaos.sockets import free_ports
 from tools.chaos.streams import ask_all, complete, differences, plan
 

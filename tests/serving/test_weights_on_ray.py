@@ -15,8 +15,9 @@ from deploy.rl import push_weights
 from serve_app.errors import UpdateRefused
 from speculative.engine import EngineCore
 from tests.support.engines import settings, teacher_forced
-from tests.support.services import MODEL, REPLAY, Service, administered, app_args, deployed, wait_for
+from tests.support.services import MODEL, REPLAY, Service, administered, app_args, deployed
 from tests.support.tiny_models import write_tiny_model
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200)]
 

@@ -225,18 +225,13 @@ def running_api_server(folder: Path) -> Iterator[tuple[FakeApiServer, Path]]:
     class Handler(QuietHandler):
         def _answer(self) -> None:
             url = urlsplit(self.path)
-            length = int(self.headers.get("content-length") or 0)
-            sent = self.rfile.read(length)
+            sent = self.sent()
             if self.command == "DELETE":
                 sent = b""  # how to delete
             body = _secret(sent) if sent.startswith(_PROTOBUF) else json.loads(sent or b"{}")
             code, found = fake.answer(self.command, url.path, parse_qs(url.query), body)
             text = b"" if url.path == _OPENAPI else json.dumps(found).encode()
-            self.send_response(code)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
+            self.say(code, text, {"content-type": "application/json"})
 
         do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _answer
 

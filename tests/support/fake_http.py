@@ -15,12 +15,18 @@ class QuietHandler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing."""
 
-    def say(self, status: int, content: bytes) -> None:
+    def sent(self) -> bytes:
+        """The body of the request."""
+        return self.rfile.read(int(self.headers.get("content-length") or 0))
+
+    def say(self, status: int, content: bytes = b"", headers: dict[str, str] | None = None) -> None:
         """Reply."""
         self.send_response(status)
-        self.send_header("content-length", str(len(content)))
+        for name, value in {"content-length": str(len(content)), **(headers or {})}.items():
+            self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(content)
+        if self.command != "HEAD":
+            self.wfile.write(content)
 
 
 @contextmanager

@@ -44,9 +44,9 @@ class _Handler(QuietHandler):
         hub, path = self.hub, urlsplit(self.path).path
         if path.startswith(f"/api/models/{hub.repository}/tree/"):
             entries = [{"type": "file", "path": n, "size": len(c), "oid": _etag(c)} for n, c in hub.files.items()]
-            self._reply(200, json.dumps(entries).encode())
+            self.say(200, json.dumps(entries).encode())
         elif path.startswith(f"/api/models/{hub.repository}"):
-            self._reply(200, json.dumps({"id": hub.repository, "sha": COMMIT, "siblings": []}).encode())
+            self.say(200, json.dumps({"id": hub.repository, "sha": COMMIT, "siblings": []}).encode())
         else:
             self._file(path)
 
@@ -56,23 +56,11 @@ class _Handler(QuietHandler):
     def _file(self, path: str) -> None:
         name = path.removeprefix(f"/{self.hub.repository}/resolve/{COMMIT}/")
         if name not in self.hub.files:
-            self._reply(404, b"{}")
+            self.say(404, b"{}")
             return
         content = self.hub.files[name]
         self.hub.downloads[name] += self.command == "GET"
-        self._reply(200, content, {"ETag": f'"{_etag(content)}"', "X-Repo-Commit": COMMIT})
-
-    def _reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for key, text in {
-            "Content-Type": "application/json",
-            "Content-Length": str(len(body)),
-            **(headers or {}),
-        }.items():
-            self.send_header(key, text)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
+        self.say(200, content, {"ETag": f'"{_etag(content)}"', "X-Repo-Commit": COMMIT})
 
 
 def _etag(content: bytes) -> str:

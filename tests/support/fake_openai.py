@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -67,7 +66,7 @@ class FakeOpenAI:
 def _handler(fake: FakeOpenAI) -> type[QuietHandler]:
     class Handler(QuietHandler):
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            body = json.loads(self.sent())
             sent = {name.lower(): value for name, value in self.headers.items()}
             status, headers, answer = fake.reply(self.path, sent, body)
             if status == 0:
@@ -75,20 +74,8 @@ def _handler(fake: FakeOpenAI) -> type[QuietHandler]:
                 return
             data = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
             try:
-                self.send_response(status)
-                for name, value in {**headers, "content-length": str(len(data))}.items():
-                    self.send_header(name.replace("_", "-"), value)
-                self.end_headers()
-                self.wfile.write(data)
+                self.say(status, data, {name.replace("_", "-"): value for name, value in headers.items()})
             except OSError:
                 self.close_connection = True  # the client was killed
 
     return Handler
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 300.0) -> None:
-    """Fail unless it comes true in time."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s:.0f} s"
-        time.sleep(0.02)

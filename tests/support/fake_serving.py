@@ -1,7 +1,5 @@
 """Test helpers: a fake engine that says what a test sets, and the server that stands before it."""
 
-import asyncio
-import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -15,6 +13,7 @@ from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import EngineFault
 from speculative.request import Request, TokenDelta
 from tests.support.fake_backend import FakeBackend, FakeConfig
+from tests.support.waiting import until, wait_for
 
 
 class Script:
@@ -92,12 +91,9 @@ class Served:
     def post(self, path: str, **body: object) -> httpx.Response:
         return httpx.post(f"{self.url}{path}", json=body, timeout=120)
 
-    def wait_until_idle(self, timeout_s: float = 60.0) -> None:
+    def wait_until_idle(self) -> None:
         """Fail unless the engine lets go of everything in time."""
-        deadline = time.monotonic() + timeout_s
-        while self.backend.num_live:
-            assert time.monotonic() < deadline, f"{self.backend.num_live} requests are still held"
-            time.sleep(0.01)
+        wait_for(lambda: not self.backend.num_live, "letting go of every request")
 
 
 def make_backend(tokenizer: Tokenizer, **settings: object) -> tuple[FakeBackend, Script]:
@@ -108,17 +104,9 @@ def make_backend(tokenizer: Tokenizer, **settings: object) -> tuple[FakeBackend,
     return FakeBackend(config, script), script
 
 
-async def until_idle(engines: Sequence[Backend], timeout_s: float = 300.0) -> None:
-    """Wait until engines hold nothing; what was aborted is let go of between two steps.
-
-    Fails when that takes too long.
-    """
-    deadline = time.monotonic() + timeout_s
-    while busy := [
-        usage for usage in (engine.usage() for engine in engines) if usage.num_free_blocks < usage.num_blocks
-    ]:
-        assert time.monotonic() < deadline, busy
-        await asyncio.sleep(0.01)
+async def until_idle(engines: Sequence[Backend]) -> None:
+    """Until engines hold nothing; what was aborted is let go of between two steps."""
+    await until(lambda: all(held.num_free_blocks == held.num_blocks for held in [one.usage() for one in engines]))
 
 
 ServeFake = Callable[..., Served]

@@ -48,10 +48,8 @@ def running_collector() -> Iterator[Collector]:
 
     class Handler(QuietHandler):
         def do_POST(self) -> None:
-            kept.take(self.rfile.read(int(self.headers["content-length"])))
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.end_headers()
+            kept.take(self.sent())
+            self.say(200)
 
     with serving(Handler) as url:
         kept.url = f"{url}/v1/traces"

@@ -5,7 +5,6 @@ import contextlib
 import itertools
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,14 +123,6 @@ class Load:
                     self.replies.append(reply.json())
                 else:
                     self.errors.append(reply.text)
-
-
-def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 300.0) -> None:
-    """Until a condition holds; the limit is for a machine that is busy with many other things."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s:.0f} s"
-        time.sleep(0.3)
 
 
 def metric_total(text: str, name: str, **labels: str) -> float:

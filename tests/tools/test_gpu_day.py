@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from serve_app.config.files import load_config
 from tests.support.bare_environment import make_bare_environment
 from tests.support.command_lines import fault
+from tests.support.waiting import wait_for
 from tools.gpu_day import CALLS, Stage, main, read_outcome, run_day, serve, stages
 
 pytestmark = pytest.mark.slow
@@ -79,10 +80,9 @@ except KeyboardInterrupt:
     outcome = read_outcome(tmp_path, "head")
     assert outcome is not None and outcome.exit_code is None and not outcome.passed
     state = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
-    deadline = time.monotonic() + 30
-    while state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] != "Z":  # killed, and reaped by init or not
-        assert time.monotonic() < deadline, "the stage left a process behind"
-        time.sleep(0.05)
+    wait_for(  # killed, and reaped by init or not
+        lambda: not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z", "the child's end"
+    )
 
 
 @pytest.mark.parametrize("rehearses", [False, True])

@@ -20,9 +20,10 @@ from deploy.run.processes import process_tree
 from serve_app.config.files import load_config
 from speculative.model.loading import resolve_model
 from tests.support.processes import alive
-from tests.support.services import Service, administered, deployed, wait_for
+from tests.support.services import Service, administered, deployed
 from tests.support.tiny_adapters import write_tiny_adapter
 from tests.support.vllm_installed import NEEDS_VLLM
+from tests.support.waiting import wait_for
 
 SOURCE = "smollm2-135m"
 MODEL = "SmolLM2-135M-Instruct"

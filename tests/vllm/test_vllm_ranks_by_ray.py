@@ -15,9 +15,10 @@ import yaml
 
 from tests.support.pretended_gpus import write_pretended_gpus
 from tests.support.ray_head import RayHead, ray_head, ray_node
-from tests.support.services import MODEL, wait_for
+from tests.support.services import MODEL
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vllm_installed import NEEDS_VLLM
+from tests.support.waiting import wait_for
 from tests.vllm.test_vllm_two_ranks import TARGET
 from tools.chaos.sockets import free_ports
 

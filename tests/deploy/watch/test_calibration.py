@@ -37,7 +37,7 @@ def server(folder: Path, **is_: Any) -> Iterator[str]:
             self._reply(500 if is_.get("unnamed") else 200, {"data": [{"id": "tiny", "owned_by": "vllm"}]})
 
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            asked = json.loads(self.sent())
             unknown = {name for name in refuses if name in asked}
             if "prompt" not in asked or ("ids" in refuses and isinstance(asked["prompt"], list)):
                 self._reply(400, {"error": {"message": "prompt must be a string"}})

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Callable
 
 import aiohttp
 import pytest
@@ -14,6 +13,7 @@ from serve_app.referee.wire.exchange import CHAT, Exchange, ExchangeBatch
 from tests.deploy.watch.conftest import Referee
 from tests.deploy.watch.test_proxy import asked
 from tests.support.raw_upstream import RawRequest, RawUpstream
+from tests.support.waiting import until
 from tests.support.watched_server import plain_reply
 
 
@@ -41,12 +41,6 @@ async def test_exchanges_arrive_in_order_with_what_was_counted(referee: Referee)
         assert await arrive(referee, 100) == list(range(100))
     assert referee.counts == {"captured": 100, "passed": 7}
     assert len(referee.server.requests) > 1, "in more than one batch"
-
-
-async def until(fact: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not fact():
-            await asyncio.sleep(0.01)
 
 
 async def test_counts_arrive_without_exchanges(referee: Referee, monkeypatch: pytest.MonkeyPatch) -> None:

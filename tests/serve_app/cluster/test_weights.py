@@ -22,6 +22,7 @@ from serve_app.telemetry.metrics import BufferSink, Metrics
 from speculative.errors import EngineFault
 from tests.support.clock import Clock
 from tests.support.fake_backend import FakeBackend, FakeConfig
+from tests.support.waiting import until
 
 NEW = WeightsRef(0, "v1", path="/models/v1")
 LOADED = {"loaded": 1, "loaded_fingerprint": "f1"}
@@ -52,7 +53,7 @@ class App:
 
     async def resumed(self) -> None:
         resume = asyncio.create_task(self.coordinator.resume())
-        await soon(lambda: self.coordinator.wanted.paused is None)
+        await until(lambda: self.coordinator.wanted.paused is None)
         assert self.report("p").paused is None, "a replica that is still paused does not bring the pause back"
         self.all_report(paused=None)
         assert (await resume).complete
@@ -61,14 +62,8 @@ class App:
         return asyncio.create_task(self.coordinator.update(ref, **options))  # type: ignore[arg-type]
 
 
-async def soon(condition: object) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # type: ignore[operator]
-            await asyncio.sleep(0.01)
-
-
 async def begun(app: App) -> WeightsRef:
-    await soon(lambda: app.coordinator.wanted.load is not None)
+    await until(lambda: app.coordinator.wanted.load is not None)
     load = app.coordinator.wanted.load
     assert load is not None
     return load
@@ -138,7 +133,7 @@ async def test_a_dead_replica_does_not_hold_up_the_others() -> None:
     app.report("d1", **LOADED)
     app.clock.now += 16  # d2 says nothing
     app.report("d1")
-    await soon(lambda: app.coordinator.wanted.serve == load)
+    await until(lambda: app.coordinator.wanted.serve == load)
     app.report("d1", serving=load, loaded=None)
     outcome = await update
     assert outcome.complete and [one["replica"] for one in outcome.replicas] == ["d1"]
@@ -164,7 +159,7 @@ async def test_after_the_decision_there_is_no_way_back_only_a_word_that_it_is_no
     load = await begun(app)
     app.all_report(**LOADED)
     app.report("d1", serving=load)
-    await soon(lambda: app.coordinator.wanted.load is None)
+    await until(lambda: app.coordinator.wanted.load is None)
     for _ in range(4):
         await asyncio.sleep(0.15)
         app.clock.now += 10
@@ -246,7 +241,7 @@ async def test_a_replica_that_reports_late_what_is_served_calls_the_update_off()
 async def test_pause_and_resume_wait_for_all_replicas() -> None:
     app = App("p", "d1")
     pause = asyncio.create_task(app.coordinator.pause(PauseMode.ABORT))
-    await soon(lambda: app.coordinator.wanted.paused is PauseMode.ABORT)
+    await until(lambda: app.coordinator.wanted.paused is PauseMode.ABORT)
     app.report("p", paused=PauseMode.ABORT)
     await asyncio.sleep(0.25)
     assert not pause.done()
@@ -273,7 +268,7 @@ async def test_a_pause_of_another_kind_is_complete_when_that_is_reached() -> Non
 async def test_a_pause_is_over_when_something_else_is_wanted(resumed: bool) -> None:
     app = App("d1")
     pause = asyncio.create_task(app.coordinator.pause(PauseMode.WAIT))
-    await soon(lambda: app.coordinator.wanted.paused is PauseMode.WAIT)
+    await until(lambda: app.coordinator.wanted.paused is PauseMode.WAIT)
     other = asyncio.create_task(app.coordinator.resume() if resumed else app.coordinator.pause(PauseMode.KEEP))
     assert not (await asyncio.wait_for(pause, 300)).complete
     other.cancel()
@@ -387,7 +382,7 @@ async def test_a_pause_that_takes_long_holds_up_no_loading() -> None:
     await asyncio.sleep(0.02)
     assert updater.status.paused is None and updater.behind
     updater.apply(DesiredState(CONFIGURED, load=ref, paused=PauseMode.WAIT))
-    await soon(lambda: updater.status.loaded == 1)
+    await until(lambda: updater.status.loaded == 1)
     updater.apply(DesiredState(ref, mode=PauseMode.ABORT, paused=PauseMode.WAIT))
     await asyncio.sleep(0.02)
     assert updater.status.serving == CONFIGURED, "two hands were on the pause"
@@ -526,7 +521,7 @@ async def test_staged_weights_are_brought_when_they_are_finished() -> None:
 async def test_every_replicas_prefix_cache_is_emptied_once() -> None:
     app = App("p", "d")
     reset = asyncio.create_task(app.coordinator.reset_caches())
-    await soon(lambda: app.coordinator.wanted.cache_resets == 1)
+    await until(lambda: app.coordinator.wanted.cache_resets == 1)
     app.report("p", cache_resets=1)
     await asyncio.sleep(0.15)
     assert not reset.done()
@@ -545,7 +540,7 @@ async def test_a_new_coordinator_empties_no_cache_before_it_knows_how_often_the_
     replica = WeightsStatus(CONFIGURED, "f0", cache_resets=5)
     coordinator.on_heartbeat("p", replica)
     clock.now += 10
-    await soon(lambda: coordinator.wanted.cache_resets == 6)
+    await until(lambda: coordinator.wanted.cache_resets == 6)
     assert not reset.done(), "the replica has done what the last coordinator wanted, and not yet this"
     coordinator.on_heartbeat("p", dataclasses.replace(replica, cache_resets=6))
     assert (await reset).complete

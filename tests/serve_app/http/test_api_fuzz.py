@@ -5,7 +5,6 @@ drawn from the document that the service serves, the same in every run.
 """
 
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +52,7 @@ from tests.support.engines import settings as engine_settings
 from tests.support.fake_operator import FakeWeights, exposition, replicas, status, well
 from tests.support.front_ends import observed
 from tests.support.tiny_models import write_tiny_model
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -128,10 +128,11 @@ class Fuzzed:
         return {"id": reply_id, "verdict": "verified"} if reply_id.startswith("a") else None
 
     def assert_idle(self) -> None:
-        deadline = time.monotonic() + 120
-        while (usage := self.backend.usage()).num_free_blocks < usage.num_blocks or self.source._watched:
-            assert time.monotonic() < deadline, f"requests are still held: {usage}"
-            time.sleep(0.01)
+        def is_idle() -> bool:
+            usage = self.backend.usage()
+            return usage.num_free_blocks == usage.num_blocks and not self.source._watched
+
+        wait_for(is_idle, "letting go of every request")
         assert not self.accused
         assert self.source._backlog.num_tokens() == 0
 

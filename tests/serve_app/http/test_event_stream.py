@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from serve_app.http.event_stream import EventStream, Pace
+from tests.support.waiting import until
 
 FOR_EVER = 1000.0  # seconds: what waits for this does not come
 
@@ -24,9 +25,7 @@ class Client:
             await stream({"type": "http", "path": "/"}, self._receive, self._send)
 
     async def until(self, text: bytes) -> None:
-        async with asyncio.timeout(20):
-            while text not in b"".join(self.messages):
-                await asyncio.sleep(0.001)
+        await until(lambda: text in b"".join(self.messages))
 
     async def _receive(self) -> Any:
         await self.leaves.wait()

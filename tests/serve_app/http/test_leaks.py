@@ -4,8 +4,7 @@ import asyncio
 import json
 import socket
 import threading
-import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from tests.support.engines import settings
 from tests.support.fake_operator import FakeKeys
 from tests.support.front_ends import observed
 from tests.support.tiny_models import write_tiny_model
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -126,13 +126,6 @@ class Raw:
 
     def leave(self) -> None:
         self.connection.close()
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, f"never: {what}"
-        time.sleep(0.002)
 
 
 @pytest.fixture(scope="module")

@@ -43,6 +43,7 @@ from tests.support.fake_serving import make_backend
 from tests.support.front_ends import observed
 from tests.support.otlp_collector import Collector, running_collector
 from tests.support.referees import TOLERANCE, traces_of
+from tests.support.waiting import wait_for
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
@@ -342,10 +343,7 @@ def test_spans_reach_a_collector() -> None:
         traces = Tracing.to_collector(collector.url, 1.0, {"service.name": "truespec", "service.instance.id": "d1"})
         with traces.request("POST /v1/models", "r-1", [(b"traceparent", SAMPLED.encode())], {"truespec.rounds": 3}):
             traces.start("queue", time.time_ns(), {}).end()
-        deadline = time.monotonic() + 120
-        while collector.spans.get(TRACE, {}).keys() != {"queue", "POST /v1/models"}:
-            assert time.monotonic() < deadline, collector.spans
-            time.sleep(0.05)
+        wait_for(lambda: collector.spans.get(TRACE, {}).keys() == {"queue", "POST /v1/models"}, "both spans")
     spans = collector.spans[TRACE]
     assert spans["POST /v1/models"].parent_id == PARENT
     assert spans["queue"].parent_id == spans["POST /v1/models"].span_id

@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -14,6 +14,7 @@ from serve_app.referee.records.replay_selection import Checks, Read, Selection, 
 from serve_app.referee.wire.exchange import Exchange
 from speculative.request import Request
 from tests.support.referees import record_of, traces_of
+from tests.support.waiting import until
 
 
 class Referee:
@@ -45,12 +46,6 @@ def referee() -> Referee:
 
 
 SENT = Exchange("/v1/completions", b"{}", b"{}", False, 0.0, 0.0)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def checks_of(referee: Referee, timeout_s: float = 5.0, read: Read = traces_of, longest_s: float = 60.0) -> Checks:
