@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 from serve_app.backends.base import Backend, ModelInfo, Replayed
 from serve_app.backends.torch_backend import TorchBackend
-from serve_app.referee.book.replayer import Replayer
+from serve_app.referee.book.independent_checks import Replayer
 from speculative.config import CPU_CACHE_TOKENS, DrafterConfig, EngineConfig, WeightsName
 from speculative.errors import EngineFault
 from speculative.model.config import ModelConfig

@@ -15,9 +15,8 @@ Drift and edge count twice, since prompts, lengths and batches that were not mea
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from deploy.reports.progress import View
 from serve_app.referee.book.transformers_model import TransformersModel
 from serve_app.referee.judge.shift import move_of_log_odds
 from serve_app.referee.judge.tolerance import Tolerance
-from serve_app.referee.wire.alternatives import tokens_by_text
 from serve_app.referee.wire.reply import Candidate
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import ConfigError
@@ -189,13 +187,10 @@ class _Desk:
         reply = self._ask(sent, temperature)
         counted = reply.reply.num_prompt
         top = _top(reply) if counted in (None, len(prompt)) else []
-        known = [(self._by_text.get(one.text) if one.token_id is None else one.token_id, one.logprob) for one in top]
+        by_text = self._tokenizer.ids_by_text
+        known = [(by_text.get(one.text) if one.token_id is None else one.token_id, one.logprob) for one in top]
         found = {token: value for token, value in known if token is not None and math.isfinite(value)}
         return prompt, dict(sorted(found.items(), key=lambda one: -one[1])[:_TOP])
-
-    @cached_property
-    def _by_text(self) -> Mapping[str, int]:
-        return tokens_by_text(self._tokenizer)
 
     def is_processed(self, prompts: Sequence[tuple[int, ...]], model: TransformersModel) -> bool:
         """Return whether the server's logprobs are those after the temperature."""

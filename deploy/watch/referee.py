@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deploy.run.replayers import LoadedReplayer
+from deploy.watch.measures import Measures, Windows
 from serve_app.backends.base import ModelInfo, Replayed
 from serve_app.guard.referee_counts import RefereeCounts, count_controls
 from serve_app.http.page.history import by_label
@@ -18,10 +19,8 @@ from serve_app.referee.book.replay_checker import ReplayChecker
 from serve_app.referee.book.replica_book import Case, ReplicaBook
 from serve_app.referee.judge.answer import Answer
 from serve_app.referee.judge.detectors import Alarm, by_stratum
-from serve_app.referee.judge.drift import TokenDrift
-from serve_app.referee.judge.found import Side
+from serve_app.referee.judge.drift import Side, TokenDrift
 from serve_app.referee.judge.judgement import Judge, Judgement, as_processed
-from serve_app.referee.judge.measures import Measures, Windows
 from serve_app.referee.judge.strata import WATCHED_STRATA
 from serve_app.referee.judge.tolerance import Tolerance
 from serve_app.referee.judge.verdicts import Checked, Verdict

@@ -11,7 +11,7 @@ from deploy.watch import sentences
 from deploy.watch.faults import ADVICE, Finding, by_test, faults, side_of
 from deploy.watch.probes.trial import ProbeVerdict
 from deploy.watch.sentences import NOTHING, Report, count, measured, moment, number, plain
-from serve_app.referee.judge.found import meaning_of
+from serve_app.referee.judge.detectors import meaning_of
 from serve_app.referee.judge.strata import STRATA
 from serve_app.referee.judge.tolerance import Tolerance
 from serve_app.telemetry.metric_names import DISTRIBUTIONS, READ_RESULTS, REPLAY_RESULTS, VERDICTS, WATCHED_RESULTS

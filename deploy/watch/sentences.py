@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from deploy.reports.model import Cell
-from serve_app.referee.judge.found import meaning_of
+from serve_app.referee.judge.detectors import meaning_of
 
 Report = Mapping[str, Any]
 """Return value of `Referee.report`."""

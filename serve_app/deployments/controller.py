@@ -18,6 +18,7 @@ from serve_app.cluster.weight_coordinator import WeightCoordinator
 from serve_app.cluster.weight_transfer import Transfers
 from serve_app.config.app_config import AppConfig
 from serve_app.deployments.controller_client import ANSWERED
+from serve_app.deployments.known_numerics import KnownNumerics
 from serve_app.deployments.pool_states import watch_pools
 from serve_app.deployments.remote_errors import answered
 from serve_app.deployments.replica_reports import ReplicaReports
@@ -35,7 +36,6 @@ from serve_app.referee.book.replica_book import ReplicaBook
 from serve_app.referee.judge.answer import Answer
 from serve_app.referee.judge.detectors import Alarm
 from serve_app.referee.judge.judgement import Judge
-from serve_app.referee.judge.known_numerics import KnownNumerics
 from serve_app.referee.judge.strata import SERVED_STRATA
 from serve_app.referee.judge.tolerance import ServiceTolerances, Tolerance
 from serve_app.referee.judge.verdicts import Checked

@@ -385,6 +385,15 @@ class Tokenizer:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
+    @cached_property
+    def ids_by_text(self) -> dict[str, int]:
+        """The token of each text that one token only has."""
+        found: dict[str, int | None] = {}
+        for token in range(self.vocab_size):
+            text = self.token_text(token)
+            found[text] = None if text in found else token
+        return {text: token for text, token in found.items() if token is not None and text and "\ufffd" not in text}
+
 
 class Detokenizer:
     """Turns a growing run of token ids into text.

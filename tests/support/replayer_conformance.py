@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from deploy.run.replayers import LoadedReplayer
 from serve_app.backends.base import ModelInfo
-from serve_app.referee.book.replayer import Replayer
+from serve_app.referee.book.independent_checks import Replayer
 from serve_app.referee.judge.answer import Answer
 from serve_app.referee.judge.judgement import Judge
 from serve_app.referee.judge.tolerance import Tolerance

@@ -8,7 +8,7 @@ from importlib import resources
 from typing import Any
 
 from serve_app.referee.book.incidents import IncidentKind
-from serve_app.referee.judge.found import LOOK_AT, meaning_of
+from serve_app.referee.judge.detectors import LOOK_AT, meaning_of
 from serve_app.referee.judge.strata import STRATA
 from serve_app.telemetry.metric_names import REPLAY_ALARMS, TRIP_REASONS
 from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES

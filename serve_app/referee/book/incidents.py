@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from serve_app.referee.judge.detectors import Alarm
-from serve_app.referee.judge.found import Side
+from serve_app.referee.judge.drift import Side
 
 _KEPT = 40  # different ones
 

@@ -12,11 +12,10 @@ import math
 import time
 import uuid
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, Protocol
 
 from serve_app.backends.base import Numerics, Replayed
 from serve_app.referee.book.replay_checker import comparable
-from serve_app.referee.book.replayer import Replayer
 from serve_app.referee.book.replica_book import Case, ReplicaBook
 from serve_app.referee.judge.answer import Answer
 from serve_app.referee.judge.detectors import ReplicaWatch, drifts_of
@@ -26,6 +25,7 @@ from serve_app.referee.judge.tolerance import Tolerance, Tolerances
 from serve_app.referee.judge.verdicts import Verdict
 from serve_app.referee.records.replay_selection import chosen
 from speculative.errors import ConfigError
+from speculative.request import Request
 
 _logger = logging.getLogger("truespec.referee")
 
@@ -38,6 +38,28 @@ _REST = 39.0  # times as long as the last check took: shapes take a fortieth of 
 _PERIODS = (_BLOCK, 12)  # rows: tiles of the kernels have 4 to 128, and each of these numbers divides 256 or 12
 
 IndependentResult = Literal["agrees", "disagrees", "skipped", "outdated", "unsupported", "failed"]
+
+
+class Replayer(Protocol):
+    """Computes what was generated again, given prompt and answer.
+
+    `tests/support/replayer_conformance.py` is what each passes. Its method is called from one asyncio loop:
+
+        replayed = await replayer.replay(answer.scored("replay-1"))
+        judgement = judge.judge(answer, replayed)
+    """
+
+    async def replay(self, request: Request) -> Replayed:
+        """Compute a request that has `score_from`, on fresh KV and without speculation.
+
+        Of each token from there on: its raw logprob (nats), and where it lies in the distribution that the request's
+        parameters demand; `Replayed.replayed` is None where only logprobs can be computed.
+
+        Raises:
+            InvalidRequest: of field `prompt`, where an id is no token of the model.
+            SequenceTooLong: the model takes fewer tokens.
+        """
+        ...
 
 
 class IndependentChecks:

@@ -6,18 +6,40 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from serve_app.referee.judge.draws import DrawResult, DrawTest
-from serve_app.referee.judge.drift import Cusum, Lean, TokenDrift, is_unmistakable, request_drifted
+from serve_app.referee.judge.drift import Cusum, Lean, Side, TokenDrift, is_unmistakable, request_drifted
 from serve_app.referee.judge.evidence import CalibrationTest, RareTest
-from serve_app.referee.judge.found import Side
 from serve_app.referee.judge.shift import KnownContexts, Move, ShiftTest
 from serve_app.referee.judge.strata import KNOWN_AFTERWARDS, STRATA
 from serve_app.referee.judge.tolerance import Tolerance
+from serve_app.telemetry.metric_names import REPLAY_ALARMS
 from speculative.request import ReplayedToken
 
 _DELTA = 1e-6 / (4 * len(STRATA))  # of each test, for one false alarm in a million replica lifetimes
 _REQUEST_DELTA = 1e-6
 _WRONG = 1000  # units of what rounding moves: more than it ever does
 _JUMP_RATE = 1e-3  # share of the tokens whose logprobs rounding moves further than `Tolerance.jump_nats`
+
+
+_SHIFTED = {
+    "low": "served logprobs are lower than replayed ones on average",
+    "high": "served logprobs are higher than replayed ones on average",
+    "hotter": "tokens are less likely than those sampled from the model's distribution, as at a higher temperature",
+    "colder": "tokens are more likely than those sampled from the model's distribution, as at a lower temperature",
+}
+_VERIFICATION = "the verification of drafts, the drafter's probabilities, and random numbers"
+LOOK_AT = {
+    "drift": "keys and values: handoff, prefix cache, new weights",
+    **dict.fromkeys(("probability", "surprisal", "unlikely"), _VERIFICATION),
+    "support": "filters and masks at drafted positions",
+    "greedy": "the verification of drafts",
+    "impossible": "the front end, and its limits",
+    "wire": "the front end: how it reads requests, and writes replies",
+    "draws": "random numbers, and the verification of drafts",
+    "alternatives": "how logprobs of other tokens, and of prompts, are gathered",
+    "missing": "the front end, where it hands finished requests in, and its log",
+    "numerics": "the replica's log: its device, its kernels, and the form of its weights",
+}
+"""Where the cause of an alarm is looked for first, by the alarm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,3 +203,8 @@ def distribution_alarm(
     test = tolerance.calibration_test(_REQUEST_DELTA)
     test.add(rows, greedy=greedy, drawn=drawn)
     return test.alarm
+
+
+def meaning_of(alarm: str, side: str = "") -> str:
+    """Return what an alarm of replays means."""
+    return _SHIFTED.get(side) or REPLAY_ALARMS.get(alarm, alarm)

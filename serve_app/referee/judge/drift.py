@@ -7,8 +7,11 @@ mean of exp|g - t|: 1.00 in float32, up to 1.03 in bfloat16.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from serve_app.referee.judge.found import Side
+Side = Literal["", "hotter", "colder", "low", "high"]
+"""Side of an alarm: tokens as at a higher or a lower temperature than the request's, or served logprobs that are too
+low or too high on average; "" = it has none."""
 
 _CLIP_NATS = 10.0  # a single larger drift would dominate the sum
 _HALF_AT = 10.0  # surprisal at which a nat counts half: rounding moves what is all but excluded further

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from serve_app.referee.judge.found import Side
+from serve_app.referee.judge.drift import Side
 from speculative.request import SURPRISAL_CLIP_NATS, ReplayedToken
 from speculative.selfcheck.eprocess import EProcess, FreshStarts
 

@@ -4,6 +4,7 @@ know is equal, and is what the client's JSON asks for.
 This shares no code with what serves but the tokenizer. What is found says nothing of a client's own words.
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -111,22 +112,17 @@ class _Comparison:
             return [f"the reply cannot be read ({type(error).__name__})"] * len(self._traces)
 
     def _of_choice(self, reply: Reply, index: int) -> str:
-        choice = reply.choices[index]
+        choice, wrong = reply.choices[index], ""
+        with contextlib.suppress(Exception):  # of a body that the front end has taken
+            wrong = _first(self._of_request(index))
         return (
-            self._wrong_request(index)
+            wrong
             or _first(self._of_text(choice, index))
             or _first(self._of_tokens(choice.wire, index))
             or self._broken_demand(choice, index)
         )
 
     # ---- the request
-
-    def _wrong_request(self, index: int) -> str:
-        """Say what the engine's request has not of the client's JSON; "" = nothing, or nobody can tell."""
-        try:
-            return _first(self._of_request(index))
-        except Exception:  # of a body that the front end has taken
-            return ""
 
     def _of_request(self, index: int) -> Facts:
         number, choice = divmod(index, self._asked.num_choices)
@@ -153,11 +149,9 @@ class _Comparison:
     def _of_reply(self, reply: Reply) -> Facts:
         asked, head = self._asked, reply.head
         indices = range(asked.num_choices * len(asked.prompts))
-        yield (
-            "the numbers of the choices",
-            [reply.choices[one].wire.get("index") for one in self._in_order(reply)],
-            [*indices],
-        )
+        # A whole reply has its choices in order; those of a stream come as they will.
+        shown = sorted(reply.choices) if self._exchange.streamed else [*reply.choices]
+        yield "the numbers of the choices", [reply.choices[one].wire.get("index") for one in shown], [*indices]
         yield "the number of the engine's requests", len(self._traces), len(indices)
         ids = [trace.request.request_id for trace in self._traces]
         named = self._sent.get("request_id") or ids[0].rpartition("-")[0]
@@ -180,10 +174,6 @@ class _Comparison:
                 yield "the stream's end", self._exchange.reply.endswith(b"data: [DONE]\n\n"), True
         if asked.is_chat or self._exchange.path == GENERATE:
             yield from self._of_prompt(head, 0)
-
-    def _in_order(self, reply: Reply) -> list[int]:
-        """Return the choices as a whole reply has them; those of a stream come as they will."""
-        return sorted(reply.choices) if self._exchange.streamed else [*reply.choices]
 
     def _of_usage(self, reply: Reply) -> Facts:
         options = self._sent.get("stream_options") or {}
@@ -241,7 +231,10 @@ class _Comparison:
         if path in (COMPLETIONS, CHAT):
             yield "stop_reason", wire.wire.get("stop_reason"), end.stop
             if len(self._traces[index].weight_versions) == 1:
-                yield "reproducible", wire.wire.get("reproducible"), self._is_reproducible(index)
+                computing, params = self._model.computing, self._traces[index].request.params
+                fixed = params.greedy or params.reproducible or not params.speculate
+                again = not computing.unrepeatable and (fixed or not computing.drafts_shift_draws)
+                yield "reproducible", wire.wire.get("reproducible"), None if self._body.get("seed") is None else again
         if path == GENERATE:
             return
         content, reasoning = wire.text, wire.reasoning
@@ -258,14 +251,6 @@ class _Comparison:
         if use == "auto" or (use == "required" and self._shown is not None):  # else it may hold special tokens' texts
             lost = lost_part(end.text, self._asked.functions, wire, self._demands.max_calls)
             yield lost, bool(lost) and self._reading is None, False
-
-    def _is_reproducible(self, index: int) -> bool | None:
-        """Return whether the seed gives the text again, as far as the weights stay; None = no seed was sent."""
-        if self._body.get("seed") is None:
-            return None
-        computing, params = self._model.computing, self._traces[index].request.params
-        shifted = computing.drafts_shift_draws and params.speculate and not (params.greedy or params.reproducible)
-        return not (computing.unrepeatable or shifted)
 
     def _of_tokens(self, wire: Json, index: int) -> Facts:
         """Its tokens, and what is told of each."""

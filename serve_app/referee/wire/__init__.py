@@ -1,5 +1,4 @@
 """From the bytes of a request and of its reply to what the referee judges, for every vendor and for this service.
 
-Other rooms use `exchange` (the bytes), `reply` (what is in them), `reader` (answers of any server), `vendors` and
-`alternatives`.
+Other rooms use `exchange` (the bytes), `reply` (what is in them), `reader` (answers of any server) and `vendors`.
 """

@@ -5,12 +5,10 @@ Some forms name a token by its text alone. It counts where one token only has th
 emitted tokens, whose ids are known, by texts that are these tokens' own, leading spaces included.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from serve_app.referee.judge.answer import Alternatives, KeptAlternatives
-from serve_app.referee.wire.reply import Candidate, Choice
+from serve_app.referee.wire.reply import Choice
 from serve_app.text.tokenizer import Tokenizer
 
 _LOST = "\ufffd"  # in the text of a token that is not whole characters
@@ -19,59 +17,37 @@ _MASKED = -9999.0  # that OpenAI's API reports of a token which is all but impos
 Pairs = list[tuple[int, float]]
 
 
-class AlternativesReader:
-    """Reads what the choices of a server's replies report beside the logprobs.
-
-    Args:
-        tokenizer: of the model.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def of_choice(self, choice: Choice, num_prompt: int, ids: Sequence[int]) -> KeptAlternatives:
-        """Return the alternatives of an answer, its prompt's first; ids: of its tokens, after num_prompt others."""
-        kept = KeptAlternatives()
-        for place, entries in enumerate((choice.prompt_logprobs or ())[1:num_prompt], start=1):
-            known = {int(token): one for token, one in (entries or {}).items()}
-            ranked = [(token, float(one["logprob"])) for token, one in known.items() if one.get("logprob") is not None]
-            own = next(iter(known), -1)  # a place's own token comes first
-            _add(kept, place, _likeliest(ranked, own), [], 0)
-        places = choice.candidates() or ()
-        scored = choice.scored_logprobs or ()
-        if len(places) not in (0, len(ids)) or len(scored) not in (0, len(ids)):
-            kept.num_left_out += sum(map(len, places)) + sum(len(one or ()) for one in scored)
-            return kept
-        by_text = self._by_text if self._shows_texts(choice, ids) else {}
-        for index, own in enumerate(ids):
-            pairs, unknown = _with_ids(places[index] if places else (), by_text)
-            named = _numbers(scored[index] if scored else {})
-            top = [] if unknown else _likeliest(pairs, own)
-            rest = [*(pairs if unknown else ()), *named]
-            _add(kept, num_prompt + index, top, rest, unknown)
+def alternatives_of(choice: Choice, num_prompt: int, ids: Sequence[int], tokenizer: Tokenizer) -> KeptAlternatives:
+    """Return what is reported beside the logprobs of an answer, its prompt's first; ids: of its tokens, after
+    num_prompt others."""
+    kept = KeptAlternatives()
+    for place, entries in enumerate((choice.prompt_logprobs or ())[1:num_prompt], start=1):
+        known = {int(token): one for token, one in (entries or {}).items()}
+        ranked = [(token, float(one["logprob"])) for token, one in known.items() if one.get("logprob") is not None]
+        own = next(iter(known), -1)  # a place's own token comes first
+        _add(kept, place, _likeliest(ranked, own), [], 0)
+    places = choice.candidates() or ()
+    scored = choice.scored_logprobs or ()
+    if len(places) not in (0, len(ids)) or len(scored) not in (0, len(ids)):
+        kept.num_left_out += sum(map(len, places)) + sum(len(one or ()) for one in scored)
         return kept
-
-    def _shows_texts(self, choice: Choice, ids: Sequence[int]) -> bool:
-        """Return whether the texts by which a server shows tokens are those that the tokenizer gives them."""
-        shown = choice.token_texts or ()
-        if len(shown) != len(ids):
-            return False
-        pairs = [(text, self._tokenizer.token_text(token)) for text, token in zip(shown, ids, strict=True)]
-        whole = [pair for pair in pairs if _LOST not in str(pair[0])]
-        return all(text == own for text, own in whole) and any(own.startswith(" ") for _, own in whole)
-
-    @cached_property
-    def _by_text(self) -> Mapping[str, int]:
-        return tokens_by_text(self._tokenizer)
-
-
-def tokens_by_text(tokenizer: Tokenizer) -> dict[str, int]:
-    """The token of each text that one token only has."""
-    found: dict[str, int | None] = {}
-    for token in range(tokenizer.vocab_size):
-        text = tokenizer.token_text(token)
-        found[text] = None if text in found else token
-    return {text: token for text, token in found.items() if token is not None and text and _LOST not in text}
+    shown = choice.token_texts or ()
+    texts = [*zip(shown, map(tokenizer.token_text, ids), strict=True)] if len(shown) == len(ids) else []
+    whole = [pair for pair in texts if _LOST not in str(pair[0])]
+    is_alike = all(text == own for text, own in whole) and any(own.startswith(" ") for _, own in whole)
+    by_text = tokenizer.ids_by_text if is_alike else {}
+    for index, own in enumerate(ids):
+        candidates = places[index] if places else ()
+        named = [(by_text.get(one.text) if one.token_id is None else one.token_id, one.logprob) for one in candidates]
+        pairs = [(token, value) for token, value in named if token is not None]
+        unknown = len(named) - len(pairs)
+        asked = scored[index] if scored and isinstance(scored[index], Mapping) else {}
+        rest = [(int(token), float(value)) for token, value in asked.items() if value is not None]
+        if unknown:
+            _add(kept, num_prompt + index, [], [*pairs, *rest], unknown)
+        else:
+            _add(kept, num_prompt + index, _likeliest(pairs, own), rest, 0)
+    return kept
 
 
 def _add(kept: KeptAlternatives, place: int, top: Pairs, scored: Pairs, num_unknown: int) -> None:
@@ -82,25 +58,7 @@ def _add(kept: KeptAlternatives, place: int, top: Pairs, scored: Pairs, num_unkn
         kept.add(Alternatives(place, *usable))
 
 
-def _with_ids(candidates: Iterable[Candidate], by_text: Mapping[str, int]) -> tuple[Pairs, int]:
-    """The candidates whose tokens are known, and the number of the others."""
-    pairs: Pairs = []
-    num_unknown = 0
-    for one in candidates:
-        token = by_text.get(one.text) if one.token_id is None else one.token_id
-        if token is None:
-            num_unknown += 1
-        else:
-            pairs.append((token, one.logprob))
-    return pairs, num_unknown
-
-
 def _likeliest(pairs: Pairs, own: int) -> Pairs:
     """In their order. A server may add the emitted token, which need not be one of the likeliest."""
     ordered = sorted(pairs, key=lambda pair: -pair[1])
     return ordered[:-1] if ordered and ordered[-1][0] == own else ordered
-
-
-def _numbers(scored: Any) -> Pairs:
-    known = scored.items() if isinstance(scored, Mapping) else ()
-    return [(int(token), float(value)) for token, value in known if value is not None]

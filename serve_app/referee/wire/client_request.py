@@ -122,6 +122,10 @@ class ClientRequest:
             for name, default in _LISTS.items()
         }
         seed, model = body.get("seed"), body.get("model")
+        room = self.model.max_model_len - num_prompt
+        most = self.budget
+        if most is None:
+            most = room if self.is_chat else min(_LEGACY_MAX_TOKENS, room)
         coupled = seed is not None and computing.couples_seeds and fields["temperature"] != 0
         echoed = self.num_logprobs if body.get("echo") else None
         of_prompt = [count for count in (body.get("prompt_logprobs"), echoed) if count is not None]
@@ -129,21 +133,20 @@ class ClientRequest:
             "top_k": max(body.get("top_k") or 0, 0),
             "logit_bias": {int(token): bias for token, bias in (body.get("logit_bias") or {}).items()},
             "bad_words": set(self.demands.limits.bad_words),
-            "max_tokens": self._max_tokens(self.model.max_model_len - num_prompt),
+            "max_tokens": max(most, 1),
             "logprobs": self.num_logprobs,
             "prompt_logprobs": max(of_prompt, default=None) if choice == 0 else None,
             "reproducible": coupled if body.get("reproducible") is None else body["reproducible"],
             "chosen_seed": seed is not None,
             "adapter": model if any(model == one.name for one in self.model.adapters) else "",
         }
-        seeds = {} if seed is None else {"seed": _seed_of(seed, choice)}
+        seeds = {}
+        if seed is not None:  # of the first choice its own, of the others a hash of that and their number
+            first = (seed % 2**64).to_bytes(8, "little")
+            digest = hashlib.blake2b(first + choice.to_bytes(8, "little"), digest_size=8).digest()
+            seeds = {"seed": int.from_bytes(digest if choice else first, "little")}
         resumes = {} if body.get("resume") is None else {"resume": body["resume"]}
         return fields | lists | others | seeds | resumes
-
-    def _max_tokens(self, room: int) -> int:
-        if self.budget is None:
-            return room if self.is_chat else min(_LEGACY_MAX_TOKENS, room)
-        return max(self.budget, 1)
 
     def has_prompt(self, ids: Sequence[int], number: int) -> bool:
         """Return whether a prompt has these tokens, in one of the forms that its template takes; True where that cannot
@@ -152,19 +155,21 @@ class ClientRequest:
         kept = max(self.model.max_model_len - max(self.budget or 1, 1), 1) if most == -1 else most or 0
         try:
             if not self.is_chat:
-                return tuple(self._plain(number)[-kept:]) == tuple(ids)
+                prompt, special = self.prompts[number], self.body.get("add_special_tokens") is not False
+                if isinstance(prompt, str):
+                    prompt = self.tokenizer.encode(prompt, special=special)
+                return tuple(prompt[-kept:]) == tuple(ids)
             none = True
             for form in self._conversation():
                 if tuple(form[-kept:]) == tuple(ids):
                     return True
                 none = False
-            return none or self._is_unclear()
         except Unclear:
             return True
-
-    def _plain(self, number: int) -> Sequence[int]:
-        prompt, special = self.prompts[number], self.body.get("add_special_tokens") is not False
-        return self.tokenizer.encode(prompt, special=special) if isinstance(prompt, str) else prompt
+        # Some templates tell the time, and what spells a special token may be encoded in another way.
+        text = json.dumps(self.body, ensure_ascii=False)
+        source = self.tokenizer.chat_template(with_tools=bool(self.body.get("tools"))).source
+        return none or "strftime_now" in source or any(one in text for one in self.tokenizer.special_texts)
 
     def _conversation(self) -> Iterator[Sequence[int]]:
         body, tokenizer = self.body, self.tokenizer
@@ -185,12 +190,6 @@ class ClientRequest:
             except InvalidRequest:  # this form is none that the template takes
                 continue
 
-    def _is_unclear(self) -> bool:
-        """Return whether a prompt need not be the one that its template makes of its request here and now."""
-        text = json.dumps(self.body, ensure_ascii=False)
-        source = self.tokenizer.chat_template(with_tools=bool(self.body.get("tools"))).source
-        return self.is_chat and ("strftime_now" in source or any(one in text for one in self.tokenizer.special_texts))
-
 
 def engine_fields(request: Request) -> Json:
     """The fields of an engine's request, by the names that clients have."""
@@ -198,13 +197,6 @@ def engine_fields(request: Request) -> Json:
     named = {name: getattr(params, name) for name in params.__slots__}
     own = {name: getattr(request, name) for name in _OF_REQUESTS}
     return {**named, **own, "logit_bias": dict(params.logit_bias), "bad_words": set(params.bad_words)}
-
-
-def _seed_of(seed: int, choice: int) -> int:
-    """The seed of a choice: of the first the request's own, of the others a hash of that and their number."""
-    first = (seed % 2**64).to_bytes(8, "little")
-    digest = hashlib.blake2b(first + choice.to_bytes(8, "little"), digest_size=8).digest()
-    return int.from_bytes(digest if choice else first, "little")
 
 
 def _of_generate(sent: Json) -> Json:
@@ -325,13 +317,11 @@ def _in_form(message: Json, in_parts: bool, as_text: bool, nothing: str | None) 
             made["content"] = nothing
         if not message["content"] and nothing == "left out":
             del made["content"]
-        made["tool_calls"] = [_shown(call, as_text) for call in message["tool_calls"]]
+        made["tool_calls"] = [
+            {**call, "function": {"name": own["name"], "arguments": own["text" if as_text else "arguments"]}}
+            for call in message["tool_calls"]
+            for own in (call["function"],)
+        ]
     if in_parts and made.get("content") is not None:
         made["content"] = [{"type": "text", "text": made["content"]}]
     return made
-
-
-def _shown(call: Json, as_text: bool) -> Json:
-    function = call["function"]
-    arguments = function["text"] if as_text else function["arguments"]
-    return {**call, "function": {"name": function["name"], "arguments": arguments}}

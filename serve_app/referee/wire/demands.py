@@ -85,8 +85,12 @@ class Demands:
             raise TypeError("n is a whole number, and stop strings and bad words are texts")
         structure, functions = _structure(body), _functions(body)
         if not strict:
-            stops, words = (texts if _is_small(texts) else () for texts in (stops, words))
-            if _is_wish(body) or not all(map(_is_read_alike, _schemas(structure, functions))):
+            stops, words = (
+                texts if len(texts) <= _MOST_TEXTS and sum(map(len, texts)) <= _MOST_CHARACTERS else ()
+                for texts in (stops, words)
+            )
+            schemas = [*functions.values(), *(structure[1:] if structure and structure[0] == "json_schema" else ())]
+            if _is_wish(body) or not all(map(_is_read_alike, [json.loads(schema) for schema in schemas])):
                 structure, functions = None, {}
         limits = replace(limits, bad_words=_bad_words(words, tokenizer, strict=strict))
         return cls(body, tokenizer, vendor, is_chat, limits, added, stops, structure, functions)
@@ -113,7 +117,9 @@ class Demands:
         """Say what is wrong with the number of choices, or of all tokens together, in words; "" = nothing."""
         if self.vendor.keeps == "nothing":
             return ""
-        wanted, num = _num_prompts(self.body) * (self.body.get("n") or 1), len(reply.choices)
+        prompt, num = self.body.get("prompt"), len(reply.choices)
+        several = isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt)
+        wanted = (len(prompt or ()) if several else 1) * (self.body.get("n") or 1)
         if wanted != num:
             return f"{num} choices came, and the request demands {wanted}"
         ids = [choice.token_ids for choice in reply.choices.values()]
@@ -181,7 +187,12 @@ class Demands:
 
     def _missing(self, choice: Choice) -> str:
         """Return what was asked for and is not there, in words; "" = nothing."""
-        body, num_top = self.body, self._num_top
+        body, logprobs = self.body, self.body.get("logprobs")
+        num_top: Any = (body.get("top_logprobs") or 0) if self.is_chat else logprobs
+        if logprobs is None or logprobs is False:
+            num_top = 0 if "logprobs" in self.added else None
+        elif type(num_top) is not int:
+            num_top = 0
         if choice.token_ids is None or choice.called:  # vLLM's parsers leave some out
             asked = body.get("return_token_ids") or "return_token_ids" in self.added
             return "it has no token ids, which were asked for" if asked and not choice.called else ""
@@ -196,15 +207,6 @@ class Demands:
         if body.get("prompt_logprobs") is not None and choice.index == 0 and not choice.prompt_logprobs:
             return "it has no logprobs of its prompt, which were asked for"
         return ""
-
-    @property
-    def _num_top(self) -> int | None:
-        """Return how many of the likeliest tokens were asked for in each place; None = no logprobs were."""
-        logprobs: Any = self.body.get("logprobs")
-        if logprobs is None or logprobs is False:
-            return 0 if "logprobs" in self.added else None
-        num_top = (self.body.get("top_logprobs") or 0) if self.is_chat else logprobs
-        return num_top if type(num_top) is int else 0
 
     def _broken_structure(self, said: "_Said", whole: bool, kind: str, text: str) -> str:
         choice = said.choice
@@ -316,21 +318,15 @@ def broken_limit(
         return f"token {places[0]} ends the answer, and others follow"
     if places and places[0] < params.min_tokens:
         return f"token {places[0]} ends the answer, and min_tokens is {params.min_tokens}"
-    if (place := _bad_word(params.bad_words, token_ids)) is not None:
-        return f"a bad word ends with token {place}"
+    if params.bad_words:
+        answer = _as_text(token_ids)  # which Python searches in linear time
+        found = [at + len(word) - 1 for word in params.bad_words if (at := answer.find(_as_text(word))) >= 0]
+        if found:
+            return f"a bad word ends with token {min(found)}"
     most = most if room is None else min(most, room)
     if finish_reason is FinishReason.LENGTH and num_tokens < most:
         return f"it ended for its length with {num_tokens} tokens, and there was room for {most}"
     return ""
-
-
-def _bad_word(words: Sequence[Sequence[int]], token_ids: Sequence[int]) -> int | None:
-    """The last token of the first word in an answer; None = it holds none."""
-    if not words:
-        return None
-    answer = _as_text(token_ids)  # which Python searches in linear time
-    ends = (at + len(word) - 1 for word in words if (at := answer.find(_as_text(word))) >= 0)
-    return min(ends, default=None)
 
 
 def _as_text(token_ids: Sequence[int]) -> str:
@@ -400,22 +396,12 @@ def _shortest(places: list[Any] | None, num_tokens: int) -> int:
     """The fewest entries of a place; where they go by texts, two tokens may have one, and any number is enough."""
     if len(places or ()) != num_tokens:
         return 0
-    by_id = [place or () for place in places or () if not (isinstance(place, dict) and any(map(_is_text, place)))]
+    by_id = [
+        place or ()
+        for place in places or ()
+        if not isinstance(place, dict) or all(key.startswith("token_id:") for key in place)
+    ]
     return min(map(len, by_id), default=_NO_LIMIT)
-
-
-def _is_text(key: str) -> bool:
-    return not key.startswith("token_id:")
-
-
-def _is_small(texts: Sequence[str]) -> bool:
-    return len(texts) <= _MOST_TEXTS and sum(map(len, texts)) <= _MOST_CHARACTERS
-
-
-def _num_prompts(body: Json) -> int:
-    prompt = body.get("prompt")
-    several = isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt)
-    return len(prompt or ()) if several else 1
 
 
 def _structure(body: Json) -> tuple[str, str] | None:
@@ -446,11 +432,6 @@ def _functions(body: Json) -> dict[str, str]:
         return known
     name = choice["function"]["name"]
     return {name: known[name]}
-
-
-def _schemas(structure: tuple[str, str] | None, functions: Mapping[str, str]) -> list[Any]:
-    texts = [*functions.values(), *([structure[1]] if structure and structure[0] == "json_schema" else ())]
-    return [json.loads(text) for text in texts]
 
 
 def _is_wish(body: Json) -> bool:

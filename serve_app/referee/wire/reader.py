@@ -12,7 +12,7 @@ from typing import Any
 from serve_app.backends.base import ModelInfo
 from serve_app.referee.judge.answer import Answer
 from serve_app.referee.judge.strata import WATCHED_LENGTHS, WATCHED_POSITIONS, shared
-from serve_app.referee.wire.alternatives import AlternativesReader
+from serve_app.referee.wire.alternatives import alternatives_of
 from serve_app.referee.wire.demands import CHANGES_CHOICES, Demands, Made, counts_all
 from serve_app.referee.wire.exchange import CHAT, COMPLETIONS, Exchange
 from serve_app.referee.wire.reply import Choice, Json, Reply, Unreadable, read_object, read_reply
@@ -68,12 +68,10 @@ class ExchangeReader:
     coldest: float = 0.0
     processed: bool = False  # whether the server's logprobs are those after temperature and filters
     _replicas: set[str] = field(default_factory=set)
-    _alternatives: AlternativesReader = field(init=False)
     _generation: Json = field(init=False)  # the model's generation_config.json; {} = it has none
     _spellings: tuple[Mapping[bytes, int], int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._alternatives = AlternativesReader(self.tokenizer)
         generation = Path(self.model.folder) / "generation_config.json"
         self._generation = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
         texts = Counter(map(self.tokenizer.token_bytes, range(self.tokenizer.vocab_size)))
@@ -85,7 +83,10 @@ class ExchangeReader:
         body, reply = read_object(exchange.request, "the request is not a JSON object"), read_reply(exchange)
         vendor = vendor_of((exchange.dialect or FALLBACK) if self.dialect == "auto" else self.dialect)
         is_chat = exchange.path == CHAT
-        sampled = self._warm(sampled_as(vendor, self._generation, self.defaults, body, is_chat=is_chat))
+        sampled = sampled_as(vendor, self._generation, self.defaults, body, is_chat=is_chat)
+        if 0 < sampled.params.temperature < self.coldest:
+            compared = sampled.compared and not self.processed
+            sampled = replace(sampled, params=replace(sampled.params, temperature=0.0), compared=compared)
         choices = [reply.choices[index] for index in sorted(reply.choices)]
         prompts = self._prompts(body, choices, reply.num_prompt, vendor.joins_texts_by if is_chat else None)
         tokens = [self._tokens(choice, sampled, vendor) for choice in choices]
@@ -106,12 +107,6 @@ class ExchangeReader:
         except Exception:  # a body that nobody has checked may hold anything; its answers are judged all the same
             return {}
         return found | ({min(reply.choices): whole} if whole else {})
-
-    def _warm(self, sampled: Sampled) -> Sampled:
-        if not 0 < sampled.params.temperature < self.coldest:
-            return sampled
-        params = replace(sampled.params, temperature=0.0)
-        return replace(sampled, params=params, compared=sampled.compared and not self.processed)
 
     def _prompts(
         self, body: Json, choices: Sequence[Choice], num_tokens: int | None, between: str | None
@@ -175,6 +170,17 @@ class ExchangeReader:
         if tokens.is_selected:  # which is no sample: its tokens are judged one by one, and as a repeated seed's
             seed = 0
         request_id, replica = f"{reply.id or secrets.token_hex(8)}-{choice.index}", self._replica(exchange.replica)
+        beside: Json = {}  # what is reported beside the logprobs of the answer, and of its prompt
+        if sampled.compared:
+            shown = tuple(choice.token_ids or ())  # those that were added afterwards were reported without anything
+            own = shown if ids[: len(shown)] == shown else ()
+            found = alternatives_of(choice, len(prompt), own, self.tokenizer)
+            whole = tuple(one for one in choice.logprobs_of_prompt(list(prompt)) or () if one is not None)
+            places = found.kept
+            if len(whole) != len(prompt) - 1:
+                whole, places = (), [one for one in places if one.place >= len(prompt)]
+            beside = {"prompt_logprobs": whole, "prompt_scored_by": replica}
+            beside |= {"alternatives": tuple(places), "num_left_out": found.num_left_out}
         return Answer.reported(
             Request(request_id, prompt, sampled.params, seed),
             replica,
@@ -185,19 +191,8 @@ class ExchangeReader:
             num_cached=reply.num_cached or 0,
             untested=sampled.untested,
             broken_limit=broken.get(choice.index, ""),
-            **(self._beside(choice, prompt, ids, replica) if sampled.compared else {}),
+            **beside,
         )
-
-    def _beside(self, choice: Choice, prompt: tuple[int, ...], ids: tuple[int, ...], replica: str) -> Json:
-        """Return what is reported beside the logprobs of an answer, and of its prompt, as fields of `Answer`."""
-        shown = tuple(choice.token_ids or ())  # those that were added afterwards were reported without anything
-        found = self._alternatives.of_choice(choice, len(prompt), shown if ids[: len(shown)] == shown else ())
-        whole = tuple(one for one in choice.logprobs_of_prompt(list(prompt)) or () if one is not None)
-        places = found.kept
-        if len(whole) != len(prompt) - 1:
-            whole, places = (), [one for one in places if one.place >= len(prompt)]
-        named = {"prompt_logprobs": whole, "prompt_scored_by": replica}
-        return named | {"alternatives": tuple(places), "num_left_out": found.num_left_out}
 
     def _replica(self, name: str) -> str:
         """The replica as it is shown; those beyond a number that a service may have go by one name."""
@@ -295,17 +290,13 @@ def _check_whole(reply: Reply, answers: Sequence[tuple[Choice, _Tokens]], *, cla
         raise Unreadable("the reply does not say how many tokens its text has")
     if reply.num_tokens is None or (claims and not answers[0][1].retokenized):
         return
-    counted = [answers, *([answer] for answer in answers)]  # llama.cpp counts those of one choice
-    if not any(_is_number(reply.num_tokens, some) for some in counted):
-        retokenized = answers[0][1].retokenized
-        raise Unreadable("its text has another number of tokens than were drawn" if retokenized else _MISSING)
-
-
-def _is_number(num_tokens: int, answers: Sequence[tuple[Choice, _Tokens]]) -> bool:
-    """Return whether answers have so many tokens; servers differ in whether they count the one that ends an answer."""
-    known = sum(len(tokens.ids) for _, tokens in answers)
-    ended = sum(choice.finish_reason == "stop" for choice, _ in answers)
-    return known - ended <= num_tokens <= known
+    for some in (answers, *([answer] for answer in answers)):  # llama.cpp counts those of one choice
+        known = sum(len(tokens.ids) for _, tokens in some)
+        ended = sum(choice.finish_reason == "stop" for choice, _ in some)
+        if known - ended <= reply.num_tokens <= known:  # servers differ in whether they count the one that ends it
+            return
+    retokenized = answers[0][1].retokenized
+    raise Unreadable("its text has another number of tokens than were drawn" if retokenized else _MISSING)
 
 
 def _as_text(message: Any, between: str) -> Json:

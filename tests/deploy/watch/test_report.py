@@ -22,7 +22,7 @@ from deploy.watch.referee import Referee, RefereeOptions
 from deploy.watch.report import MEASURES, document
 from deploy.watch.sentences import headline, notes, plain, shortcomings
 from serve_app.backends.base import ModelInfo, Replayed
-from serve_app.referee.judge.found import meaning_of
+from serve_app.referee.judge.detectors import meaning_of
 from serve_app.referee.judge.tolerance import Tolerance
 from serve_app.referee.wire.exchange import COMPLETIONS, Exchange, ExchangeBatch
 from speculative.request import ReplayedToken, Request

@@ -10,7 +10,7 @@ from dashboards.build import ALERTS
 from serve_app.http.page.health import troubles
 from serve_app.http.page.words import CHECK_NAMES, explained, runbooks
 from serve_app.referee.book.incidents import Incident, IncidentKind
-from serve_app.referee.judge.found import LOOK_AT
+from serve_app.referee.judge.detectors import LOOK_AT
 from serve_app.telemetry.metric_names import REPLAY_ALARMS, TRIP_REASONS
 from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES
 from tests.serve_app.http.page.test_history import Watched

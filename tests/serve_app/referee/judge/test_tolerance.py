@@ -9,8 +9,8 @@ import pytest
 
 from serve_app.backends.base import UNKNOWN_NUMERICS, Computing, Numerics, Replayed, precision_of
 from serve_app.config.files import parse_args
+from serve_app.deployments.known_numerics import KnownNumerics
 from serve_app.referee.judge.answer import Answer
-from serve_app.referee.judge.known_numerics import KnownNumerics
 from serve_app.referee.judge.tolerance import ServiceTolerances, Tolerance
 from speculative.request import Request, SamplingParams
 from tests.support.tiny_models import write_tiny_model

@@ -14,7 +14,7 @@ from deploy.watch.run import running_referee
 from serve_app.referee.judge.answer import Alternatives, KeptAlternatives
 from serve_app.referee.judge.tolerance import Tolerance
 from serve_app.referee.judge.verdicts import Verdict
-from serve_app.referee.wire.alternatives import AlternativesReader
+from serve_app.referee.wire.alternatives import alternatives_of
 from serve_app.referee.wire.exchange import COMPLETIONS, Exchange
 from serve_app.referee.wire.reply import read_reply
 from serve_app.text.tokenizer import Tokenizer
@@ -115,7 +115,7 @@ def read(tokenizer: Tokenizer, logprobs: Json, ids: list[int]) -> KeptAlternativ
     choice = {"index": 0, "token_ids": ids, "finish_reason": "length", "logprobs": logprobs}
     reply = json.dumps({"id": "cmpl-1", "choices": [choice]}).encode()
     found = read_reply(Exchange(COMPLETIONS, b"{}", reply, False, 5.0, 6.0)).first
-    return AlternativesReader(tokenizer).of_choice(found, 4, ids)
+    return alternatives_of(found, 4, ids, tokenizer)
 
 
 def test_texts_count_where_the_server_shows_emitted_tokens_by_theirs(folder: Path) -> None:
