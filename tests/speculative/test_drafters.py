@@ -119,13 +119,9 @@ def test_names_are_taken_once() -> None:
     [
         ({"ngram_max": 0}, "drafter.ngram_max must be at least 1, got 0"),
         ({"ngram_min": 9}, r"drafter.ngram_min must be at most ngram_max \(4\), got 9"),
-        ({"suffix_depth": 0}, "drafter.suffix_depth must be between 1 and 256, got 0"),
         ({"suffix_depth": 257}, "drafter.suffix_depth must be between 1 and 256, got 257"),
-        ({"suffix_min_match": 0}, "drafter.suffix_min_match"),
         ({"suffix_depth": 4, "suffix_min_match": 5}, "drafter.suffix_min_match"),
-        ({"suffix_min_probability": -0.1}, "drafter.suffix_min_probability"),
         ({"suffix_min_probability": float("nan")}, "drafter.suffix_min_probability"),
-        ({"suffix_max_tokens": -1}, "drafter.suffix_max_tokens"),
         ({"ngramm_max": 3}, "drafter.ngramm_max is not an option of any drafter"),
     ],
 )
