@@ -8,6 +8,7 @@ import click
 from deploy.cli.application import ApplicationCommand, ServeTarget, application_options
 from deploy.cli.console import MainGroup, err, out, say
 from serve_app.config.serve_file import ServeFile
+from speculative.weight_formats import FORMATS, is_rounded
 
 
 @click.group(cls=MainGroup)
@@ -49,6 +50,8 @@ def config_check(asked: ServeTarget, checked: ServeFile, file_only: bool, addres
         found = check_machine(config, Machine.here()) if address is None else check_cluster(config)
     for hint in found.hints:
         say(f"hint: {hint}")
+    for name in sorted(filter(is_rounded, found.formats)):
+        say(f"weights: {name}, {FORMATS[name].meaning}")
     found.require_servable(asked.named)
     place = "This machine can serve it." if address is None else "The cluster has what it asks for."
     say(f"{asked.named}: fine. {place}")

@@ -51,12 +51,14 @@ class Preflight:
     hints: for whoever serves it.
     folders: of the model, and of a drafter with weights, by the setting; without those that are not on this machine.
     tokenizer: the model's, likewise.
+    formats: of the weights, in our own engine.
     """
 
     faults: list[str] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
     folders: dict[str, Path] = field(default_factory=dict)
     tokenizer: Tokenizer | None = None
+    formats: set[str] = field(default_factory=set)
 
     def fault(self, setting: str, message: str) -> None:
         """Add a fault of a setting below `args`."""
@@ -272,6 +274,7 @@ def _check_memory(
     ):
         device: Device = "cuda" if uses_gpu else "cpu"
         form = format_wanted(engine.quantization, format_held(found.folders["model.source"]), engine.dtype, device)
+        found.formats |= {form} if replicas else set()
         read = engine.dtype if FORMATS[form].packed else form
         plain = FORMATS[read].num_bytes * sum(num_weights.values())
         fewest = min(one.num_bytes for one in FORMATS.values() if device in one.devices)  # as drafters may be packed

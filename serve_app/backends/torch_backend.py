@@ -517,7 +517,7 @@ class _Form:
     def of(cls, folder: Path, engine: EngineCore) -> "_Form":
         """Describe a folder as this engine loads it."""
         config = engine.config
-        kept = choose_weights(config.quantization, folder, dtype=config.dtype, device=engine.device) or config.dtype
+        kept = choose_weights(config.quantization, folder, dtype=config.dtype, device=engine.device)
         if is_rounded(kept):
             return cls(kept, kept)
         # Where there are others beside them, the plain weights are those values, dequantized.

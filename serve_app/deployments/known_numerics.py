@@ -21,7 +21,7 @@ from serve_app.referee.judge.answer import Answer
 from speculative.config import models_folder
 from speculative.model.end_tokens import read_json
 from speculative.model.forms import format_held, quantization_of
-from speculative.weight_formats import PRECISIONS, Device, coarsest_held, format_wanted, is_rounded
+from speculative.weight_formats import FORMATS, PRECISIONS, Device, coarsest_held, format_wanted, is_rounded
 
 _logger = logging.getLogger("truespec.referee")
 
@@ -83,7 +83,8 @@ class KnownNumerics:
         held = found.held if found else coarsest_held(device)
         form = format_wanted(engine.quantization, held, engine.dtype, device)
         weights = form if is_rounded(form) else "plain"
-        return Numerics("truespec", precision_of(engine.dtype, form), weights, self._repeats(pool))
+        repeats = FORMATS[form].packed and self._repeats(pool)
+        return Numerics("truespec", precision_of(engine.dtype, form), weights, repeats)
 
     def _held(self, replica: str, claimed: Numerics, known: Numerics) -> Numerics:
         """What is reported where it widens no tolerance; else what is known."""

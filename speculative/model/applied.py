@@ -14,9 +14,9 @@ from speculative.model.cpu.fused import FusedLayers
 from speculative.model.cpu.native import NativeLinear, NativeNorm, panels_of
 from speculative.model.decoder import Decoder
 from speculative.model.eagle3 import FusedHead
-from speculative.model.fp8 import Fp8Rows
-from speculative.model.layers import Fp8Linear
-from speculative.model.served_tensors import Served, ServedTensors, stacked
+from speculative.model.formats import Served
+from speculative.model.quantized import Quantized
+from speculative.model.served_tensors import ServedTensors, stacked
 
 _NORMS = {
     "before": ("input_norm", "mlp_norm"),
@@ -37,8 +37,7 @@ def check_applied(decoder: Decoder, folder: Path, dtype: torch.dtype) -> None:
     Raises:
         ConfigError: a tensor is not what was sent; the message names it.
     """
-    form = "fp8" if isinstance(decoder.get_submodule("layers.0.mlp.down_proj"), Fp8Linear) else decoder.packed
-    sent = ServedTensors(folder, form, dtype, decoder.device)
+    sent = ServedTensors(folder, decoder.weights, dtype, decoder.device)
     for path, names in _places(decoder):
         for part in ("weight", "bias"):
             own = [name for name in (f"{name}.{part}" for name in names) if name in sent]
@@ -66,10 +65,14 @@ def digests(networks: Mapping[str, nn.Module]) -> dict[str, bytes]:
 
 def _digest(tensor: Tensor) -> bytes:
     """Sums of a tensor's bytes as integers, by rows and by columns."""
-    numbers = tensor.detach().contiguous().flatten().view(torch.uint8)
+    numbers = _bytes(tensor)
     whole = numbers[: len(numbers) // (8 * _COLUMNS) * 8 * _COLUMNS].view(torch.int64).view(-1, _COLUMNS)
     parts = (whole.sum(0), whole.sum(1), numbers[whole.nbytes :])
     return str((tensor.dtype, tensor.shape)).encode() + b"".join(part.cpu().numpy().tobytes() for part in parts)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
 def _places(decoder: Decoder) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -96,15 +99,14 @@ def _holds(decoder: Decoder, path: str, part: str, sent: list[Served], dtype: to
         sent = [norm.expand(count, -1) for norm, count in zip(sent, counts, strict=True) if isinstance(norm, Tensor)]
     wanted = stacked(sent)
     if isinstance(module, NativeLinear) and part == "weight":
-        assert decoder.packed is not None and not isinstance(wanted, Fp8Rows)
+        assert isinstance(wanted, Tensor | Quantized)
         own = module.struct.weight == module.panels.data_ptr()
-        return own and torch.equal(module.panels, panels_of(wanted, decoder.packed))
+        return own and torch.equal(module.panels, panels_of(wanted, module.plain))
+    if not isinstance(wanted, Tensor):
+        assert not isinstance(wanted, Quantized)
+        pairs = [(module.get_parameter(name), own) for name, own in wanted.parameters().items()]
+        return all(held.dtype == own.dtype and torch.equal(_bytes(held), _bytes(own)) for held, own in pairs)
     held: Tensor = decoder.embedding if module is decoder else getattr(module, part)
-    if isinstance(wanted, Fp8Rows):
-        assert isinstance(module, Fp8Linear)
-        same = torch.equal(held.view(torch.uint8), wanted.numbers.view(torch.uint8))
-        return same and torch.equal(module.weight_scale, wanted.scales)
-    assert isinstance(wanted, Tensor)
     kept = dtype if decoder.packed is None or module is decoder else torch.float32
     if isinstance(module, NativeNorm) and decoder.config.form.norm_adds_one:
         wanted = 1 + wanted.float()

@@ -1,7 +1,8 @@
 """A dense decoder, for inference."""
 
 from collections.abc import Mapping
-from typing import Literal, cast
+from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -11,34 +12,34 @@ from speculative.kernels.chosen import ChosenKernels, choose_kernels
 from speculative.model.attention import StepAttention
 from speculative.model.config import ModelConfig, TensorNames
 from speculative.model.cpu.fused import FusedLayers
-from speculative.model.cpu.native import Kind, pack_natively
+from speculative.model.cpu.native import Packed, pack_natively
+from speculative.model.formats import Format
 from speculative.model.layers import (
     Attend,
     Attention,
     DecoderLayer,
-    Fp8Linear,
     FusibleLayer,
     Linear,
+    Matrix,
     Rotation,
     nan_parameter,
     norm_of,
 )
-from speculative.model.quantized import Quantized, as_quantized
 from speculative.model.rotary import Rotary
 
 
 class Decoder(FusibleLayer):
     """Token ids in, hidden states out; attention over the cache is the caller's.
 
-    All parameters start as NaN; fill them through `checkpoint_slots`. `fp8`: the layers' matrices have FP8 weights.
-    `kernels`: of all that computes with it; None = those for the device.
+    All parameters start as NaN; fill them through `checkpoint_slots`. `weights`: the format of the layers'
+    matrices; None = plain. `kernels`: of all that computes with it; None = those for the device.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         *,
-        fp8: bool = False,
+        weights: Format | None = None,
         dtype: torch.dtype,
         device: torch.device,
         kernels: ChosenKernels | None = None,
@@ -48,7 +49,11 @@ class Decoder(FusibleLayer):
         self.kernels = choose_kernels(device) if kernels is None else kernels
         self.embedding = nan_parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         kinds = [config.kind(layer) for layer in range(config.num_layers)]
-        self.layers = nn.ModuleList(DecoderLayer(config, kind, fp8=fp8, dtype=dtype, device=device) for kind in kinds)
+        self.weights = Format() if weights is None else weights
+        linear = self.weights.linear
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, kind, linear=linear, dtype=dtype, device=device) for kind in kinds
+        )
         self.norm = norm_of(config, dtype=dtype, device=device)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device=device)
         if config.tie_word_embeddings:
@@ -57,7 +62,7 @@ class Decoder(FusibleLayer):
         longest = config.max_position_embeddings
         self.rotaries = nn.ModuleList(Rotary(rope, longest, device=device) for rope in ropes)
         self._rotary_of = [ropes.index(kind.rope or config.rope) for kind in kinds]
-        self.packed: Kind | None = None  # how our CPU kernels have the weights, where they have them
+        self.packed: str | None = None  # the format in which our CPU kernels have the weights, where they have them
         self.fused: FusedLayers | None = None  # all layers at once, where they are packed for it
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -120,29 +125,19 @@ class Decoder(FusibleLayer):
             logits = (logits.float() / form.logit_cap).tanh().mul(form.logit_cap).to(logits.dtype)
         return logits
 
-    def pack(self, kind: Kind, quantized: dict[str, Quantized]) -> None:
-        """Lay the loaded weights out for our CPU kernels; from here on activations are float32.
+    def pack(self, folder: Path) -> None:
+        """Lay the loaded weights of a folder out for our CPU kernels; from here on activations are float32."""
+        slots, kernels = self.checkpoint_slots(), self.kernels.model
+        names, packing = self._linear_names(slots), self.weights.packing(folder, slots)
+        assert kernels is not None, "there is nothing to pack for"
 
-        Args:
-            kind: of the weights. Beside four-bit ones, the LM head's have eight bits, and what it reads 16.
-            quantized: weights that are quantized already, by their names in the checkpoint; the rest is rounded. Each
-                leaves it when it is packed.
-        """
-        lm_head, slots, kernels = self.lm_head, self.checkpoint_slots(), self.kernels.model
-        names = self._linear_names(slots)
-        assert kernels is not None, "`choose_weights` packs nothing without them"
-
-        def weight_of(linear: Linear) -> Quantized | Kind:
+        def weight_of(linear: Linear) -> Packed:
             own = names.pop(linear)  # held no longer than needed
-            if kind != "w4a8":
-                return kind
-            bits: Literal[4, 8] = 8 if linear is lm_head else 4
             rows = linear.weight.split([len(slots[name]) for name in own])
-            parts = zip(own, rows, strict=True)
-            return Quantized.stack([as_quantized(weight, bits, quantized.pop(name, None)) for name, weight in parts])
+            return packing(dict(zip(own, rows, strict=True)))
 
         pack_natively(self, kernels, weight_of, whole=self.config.has_llama_shape)
-        self.packed = kind
+        self.packed = self.weights.name
         self.dtype = torch.float32
         self.fused = FusedLayers.of(self.layers, cast("Rotary", self.rotaries[0]), self.config)
 
@@ -186,7 +181,7 @@ def layer_slots(layer: DecoderLayer, names: TensorNames) -> dict[str, Tensor]:
     }
 
 
-def _linear_slots(linear: Linear | Fp8Linear, num_rows: dict[str, int]) -> dict[str, Tensor]:
+def _linear_slots(linear: Matrix, num_rows: dict[str, int]) -> dict[str, Tensor]:
     """The projections that share one weight, row block after row block."""
     names, sizes = list(num_rows), list(num_rows.values())
     return {

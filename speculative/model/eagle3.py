@@ -21,12 +21,12 @@ from speculative.model.attention import NativeStep, StepAttention, cache_shape
 from speculative.model.config import ModelConfig
 from speculative.model.config_file import ConfigFile
 from speculative.model.cpu.fused import fill_shape
-from speculative.model.cpu.native import Kind, NativeAttention, NativeLinear, NativeMLP, NativeNorm, pack_natively
+from speculative.model.cpu.native import NativeAttention, NativeLinear, NativeMLP, NativeNorm, Packed, pack_natively
 from speculative.model.decoder import Decoder
 from speculative.model.end_tokens import read_json
 from speculative.model.head_checkpoint import fill_slots, read_tensors
 from speculative.model.layers import MLP, Attend, Attention, FusibleLayer, Linear, RMSNorm, nan_parameter
-from speculative.model.quantized import GROUP, Quantized, quantize
+from speculative.model.quantized import GROUP, quantize
 from speculative.model.rotary import Rotary
 from speculative.state.kv_cache import KVCache
 
@@ -269,13 +269,13 @@ class Eagle3Head(FusibleLayer):
         They are rounded to four bits: that changes what is proposed, never the distribution of what is emitted. Beside
         float32 they stay so.
         """
-        kind, kernels = target.packed, target.kernels.model
-        if kind is None or kernels is None:
+        packed, kernels = target.packed, target.kernels.model
+        if packed is None or kernels is None:
             return
 
-        def weight_of(linear: Linear) -> Quantized | Kind:
-            if kind == "float32":
-                return kind
+        def weight_of(linear: Linear) -> Packed:
+            if packed == "float32":
+                return "float32"
             return "bfloat16" if linear.weight.shape[1] % GROUP else quantize(linear.weight, 4)
 
         pack_natively(self, kernels, weight_of)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from speculative.model.config import PLAIN, LayerKind, ModelConfig, ScoreRule
-from speculative.model.fp8 import E4M3, Fp8Rows, Rows, quantize_rows
+from speculative.model.fp8 import Fp8Rows, Rows, quantize_rows
 from speculative.model.rotary import Rotary, rotate
 
 
@@ -29,15 +29,30 @@ def nan_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.P
     return nn.Parameter(torch.full(shape, math.nan, dtype=dtype, device=device), requires_grad=False)
 
 
-class Linear(nn.Module):
-    """x W^T + b, with the rows of several projections in one weight where they share their input."""
+class Matrix(nn.Module):
+    """x W^T + b, with the rows of several projections in one weight where they share their input.
+
+    A subclass adds the weights in a format: parameters with a row for each output. `reads_fp8`: also quantized rows.
+    """
+
+    reads_fp8 = False
+    weight: nn.Parameter
 
     def __init__(
         self, num_inputs: int, num_outputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        self.weight = nan_parameter(num_outputs, num_inputs, dtype=dtype, device=device)
         self.bias = nan_parameter(num_outputs, dtype=dtype, device=device) if bias else None
+
+
+class Linear(Matrix):
+    """A matrix of plain weights."""
+
+    def __init__(
+        self, num_inputs: int, num_outputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(num_inputs, num_outputs, bias=bias, dtype=dtype, device=device)
+        self.weight = nan_parameter(num_outputs, num_inputs, dtype=dtype, device=device)
 
     def forward(self, rows: Tensor) -> Tensor:
         """[N, num_inputs] -> [N, num_outputs]."""
@@ -192,34 +207,11 @@ def use_layer_ops(model: nn.Module, ops: LayerOps) -> None:
             module.ops = ops
 
 
-class Fp8Linear(FusibleLayer):
-    """A Linear with FP8 weights, a scale for each output, times rows that are quantized here if they are not yet.
-
-    weight: [num_outputs, num_inputs] e4m3. weight_scale: [num_outputs, 1] float32.
-    """
-
-    def __init__(
-        self, num_inputs: int, num_outputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__()
-        self.weight = nan_parameter(num_outputs, num_inputs, dtype=E4M3, device=device)
-        self.weight_scale = nan_parameter(num_outputs, 1, dtype=torch.float32, device=device)
-        self.bias = nan_parameter(num_outputs, dtype=dtype, device=device) if bias else None
-        self.dtype = dtype
-
-    def forward(self, rows: Rows) -> Tensor:
-        """[N, num_inputs] -> [N, num_outputs]."""
-        numbers, scales = rows if isinstance(rows, Fp8Rows) else self.ops.quantize(rows)
-        return torch._scaled_mm(  # with `use_fast_accum`, a Hopper GPU would add up in 14 bits
-            numbers, self.weight.t(), scales, self.weight_scale.t(), bias=self.bias, out_dtype=self.dtype
-        )
-
-
 class Attention(FusibleLayer):
     """Projections around the caller's attention; query, key and value come from one matrix.
 
     Its input is as wide as its output unless `input_size` says otherwise. `kind`: of its layer; None = a plain one.
-    `fp8`: its matrices have FP8 weights.
+    `linear`: the class of its matrices.
     """
 
     def __init__(
@@ -228,7 +220,7 @@ class Attention(FusibleLayer):
         *,
         input_size: int | None = None,
         kind: LayerKind | None = None,
-        fp8: bool = False,
+        linear: type[Matrix] = Linear,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -238,7 +230,6 @@ class Attention(FusibleLayer):
         self.sizes = (query_size, kv_size, kv_size)
         hidden_size = config.hidden_size
         num_inputs = input_size or hidden_size
-        linear = Fp8Linear if fp8 else Linear
         self.qkv_proj = linear(num_inputs, sum(self.sizes), bias=config.qkv_bias, dtype=dtype, device=device)
         norm = WideNorm if config.form.wide_qk_norm else HeadNorm
         self.qk_norm = norm(config, dtype=dtype, device=device) if config.qk_norm else None
@@ -255,14 +246,15 @@ class Attention(FusibleLayer):
 class MLP(FusibleLayer):
     """SwiGLU (Shazeer, 2020): down(silu(gate(x)) * up(x)), or with tanh's GELU; gate and up come from one matrix.
 
-    `fp8`: its matrices have FP8 weights.
+    `linear`: the class of its matrices.
     """
 
-    def __init__(self, config: ModelConfig, *, fp8: bool = False, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, *, linear: type[Matrix] = Linear, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
         hidden_size, size, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.size, self.fp8, self._gelu = size, fp8, config.form.gate == "gelu_tanh"
-        linear = Fp8Linear if fp8 else Linear
+        self.size, self._feeds_fp8, self._gelu = size, linear.reads_fp8, config.form.gate == "gelu_tanh"
         self.gate_up_proj = linear(hidden_size, 2 * size, bias=bias, dtype=dtype, device=device)
         self.down_proj = linear(size, hidden_size, bias=bias, dtype=dtype, device=device)
 
@@ -271,18 +263,24 @@ class MLP(FusibleLayer):
         if self._gelu:
             gate, up = self.gate_up_proj(rows).chunk(2, dim=-1)
             return self.down_proj(functional.gelu(gate, approximate="tanh") * up)  # type: ignore[no-any-return]
-        gated = self.ops.gate(self.gate_up_proj(rows), feeds_fp8=self.fp8)
+        gated = self.ops.gate(self.gate_up_proj(rows), feeds_fp8=self._feeds_fp8)
         return self.down_proj(gated)  # type: ignore[no-any-return]
 
 
 class DecoderLayer(FusibleLayer):
     """One block: attention, then the MLP, each with its norms before and behind, and added to what came in.
 
-    `kind`: of the layer. `fp8`: its matrices have FP8 weights.
+    `kind`: of the layer. `linear`: the class of its matrices.
     """
 
     def __init__(
-        self, config: ModelConfig, kind: LayerKind, *, fp8: bool = False, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        kind: LayerKind,
+        *,
+        linear: type[Matrix] = Linear,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
 
@@ -291,10 +289,11 @@ class DecoderLayer(FusibleLayer):
                 return nn.Identity()
             return norm_of(config, dtype=dtype, device=device, feeds_fp8=feeds_fp8)
 
-        self.input_norm, self.attention_out_norm = norm("before", feeds_fp8=fp8), norm("behind")
-        self.attention = Attention(config, kind=kind, fp8=fp8, dtype=dtype, device=device)
-        self.mlp_norm, self.mlp_out_norm = norm("before", feeds_fp8=fp8), norm("behind")
-        self.mlp = MLP(config, fp8=fp8, dtype=dtype, device=device)
+        feeds_fp8 = linear.reads_fp8
+        self.input_norm, self.attention_out_norm = norm("before", feeds_fp8=feeds_fp8), norm("behind")
+        self.attention = Attention(config, kind=kind, linear=linear, dtype=dtype, device=device)
+        self.mlp_norm, self.mlp_out_norm = norm("before", feeds_fp8=feeds_fp8), norm("behind")
+        self.mlp = MLP(config, linear=linear, dtype=dtype, device=device)
         self._multiplier, self.has_llama_shape = config.form.residual_multiplier, config.has_llama_shape
 
     def forward(

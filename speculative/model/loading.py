@@ -1,9 +1,8 @@
 """Finds a checkpoint and loads it: safetensors read directly, every parameter accounted for."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
 
 import torch
 from huggingface_hub import snapshot_download
@@ -17,21 +16,19 @@ from huggingface_hub.errors import (
 )
 from torch import Tensor
 
-from speculative.config import WeightsName, models_folder
+from speculative.config import models_folder
 from speculative.errors import ConfigError, UnsupportedModel
 from speculative.kernels.chosen import ChosenKernels, choose_kernels
 from speculative.model.catalogue import CATALOGUE, fetch_model
 from speculative.model.config import ModelConfig
-from speculative.model.cpu.native import Kind
 from speculative.model.decoder import Decoder
 from speculative.model.derived import is_derived
 from speculative.model.end_tokens import read_json
-from speculative.model.file_names import INDEX_FILE, LOWER_FILES, NEVER_READ, QUANTIZED_FILE, TOP_FILES, WEIGHTS_FILE
+from speculative.model.file_names import INDEX_FILE, LOWER_FILES, NEVER_READ, TOP_FILES, WEIGHTS_FILE
+from speculative.model.formats import EMBEDDING, LM_HEAD, format_of
 from speculative.model.forms import format_held
-from speculative.model.fp8 import E4M3, check_fp8_sizes, quantize_rows, why_no_fp8
-from speculative.model.quantized import Quantized, load_quantized
-from speculative.model.tensor_files import check_tensors, read_header, read_tensors, require_finite
-from speculative.weight_formats import format_wanted
+from speculative.model.tensor_files import PLAIN, check_tensors, read_header, read_tensors, require_finite
+from speculative.weight_formats import FORMATS, format_wanted
 
 _logger = logging.getLogger("truespec.model")
 
@@ -41,7 +38,6 @@ _NOT_HAD = {  # a gated model's error is one of a missing model, too
     RepositoryNotFoundError: "it has no such model for this token: check the id, or set HF_TOKEN for a private one",
     RevisionNotFoundError: "the model has no such revision",
 }
-_LM_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def resolve_model(name_or_path: str | Path, *others: Path) -> Path:
@@ -86,7 +82,7 @@ def load_decoder(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
-    weights: Kind | Literal["fp8"] | None = None,
+    weights: str | None = None,
     kernels: ChosenKernels | None = None,
 ) -> Decoder:
     """A decoder with the folder's weights, converted to `dtype`.
@@ -95,7 +91,7 @@ def load_decoder(
         folder: a checkpoint.
         dtype: of weights and activations.
         device: where to.
-        weights: what `choose_weights` said: packed for our CPU kernels in this form, or FP8; None = left to torch.
+        weights: the format, as `choose_weights` said; None = plain, and not packed for our CPU kernels.
         kernels: that the weights were chosen for; None = those for the device.
 
     Raises:
@@ -103,15 +99,12 @@ def load_decoder(
         UnsupportedModel: the model needs something this engine does not do, or its weights are pickled.
     """
     config = ModelConfig.from_folder(folder)
-    files = checkpoint_files(folder)
-    if weights == "fp8":
-        check_fp8_sizes(config)
-    decoder = Decoder(config, fp8=weights == "fp8", dtype=dtype, device=torch.device(device), kernels=kernels)
+    files, form = checkpoint_files(folder), format_of(weights or "")
+    form.check(config)
+    decoder = Decoder(config, weights=form, dtype=dtype, device=torch.device(device), kernels=kernels)
     _read_into(decoder, folder, files)
-    if weights is not None and weights != "fp8":
-        quantized = load_quantized(folder) if weights == "w4a8" else {}
-        _check_quantized(folder, decoder.checkpoint_slots(), quantized)
-        decoder.pack(weights, quantized)
+    if weights is not None and FORMATS[weights].packed and decoder.kernels.model is not None:
+        decoder.pack(folder)
     return decoder.eval()
 
 
@@ -121,9 +114,10 @@ def check_weights(folder: Path) -> None:
     Raises:
         ConfigError, UnsupportedModel: as for `load_decoder`.
     """
-    config, fp8, nowhere = ModelConfig.from_folder(folder), format_held(folder) == "fp8", torch.device("meta")
-    _read_into(Decoder(config, fp8=fp8, dtype=torch.bfloat16, device=nowhere), folder, checkpoint_files(folder))
-    check_tensors(file for file in (folder / QUANTIZED_FILE,) if file.is_file())
+    config, form = ModelConfig.from_folder(folder), format_of(format_held(folder) or "")
+    nowhere = Decoder(config, weights=form, dtype=torch.bfloat16, device=torch.device("meta"))
+    _read_into(nowhere, folder, checkpoint_files(folder))
+    check_tensors(file for one in FORMATS.values() if (file := folder / one.file).is_file())
 
 
 def _read_into(decoder: Decoder, folder: Path, files: Iterable[Path]) -> None:
@@ -138,10 +132,14 @@ def _read_into(decoder: Decoder, folder: Path, files: Iterable[Path]) -> None:
         if is_derived(path, name, tensor, decoder.config):
             continue
         require_finite(path, name, tensor)
-        slot = _EMBEDDING if name == _LM_HEAD and decoder.config.tie_word_embeddings else name
+        slot = EMBEDDING if name == LM_HEAD and decoder.config.tie_word_embeddings else name
         if slot not in slots:
             raise ConfigError(f"{path}: unexpected tensor {name}; config.json and the weights do not belong together.")
-        for part, numbers in _parts(slot, tensor, slots[slot]).items():
+        parts = {slot: tensor}
+        if slots[slot].dtype not in PLAIN and tensor.dtype in PLAIN:
+            rounded = decoder.weights.parameters(tensor.to(slots[slot].device))
+            parts = {f"{slot.removesuffix('weight')}{own}": numbers for own, numbers in rounded.items()}
+        for part, numbers in parts.items():
             if part in filled:
                 _require_equal(filled[part], (name, path), slots[part], numbers)
             else:
@@ -161,7 +159,7 @@ def _require_equal(first: tuple[str, Path], second: tuple[str, Path], slot: Tens
         raise ConfigError(
             f"{other_file}: {other} and {one} of {its_file.name} differ, and `tie_word_embeddings` in config.json says "
             "that they are one; set it to false, as transformers reads such a checkpoint, or remove "
-            f"{_LM_HEAD} from the file if the embedding is the LM head."
+            f"{LM_HEAD} from the file if the embedding is the LM head."
         )
     raise ConfigError(
         f"{other_file}: {other} differs from the {one} of {its_file.name}, and the model has one of them; download the "
@@ -170,9 +168,9 @@ def _require_equal(first: tuple[str, Path], second: tuple[str, Path], slot: Tens
 
 
 def choose_weights(
-    wanted: WeightsName, folder: Path, *, dtype: str, device: torch.device, kernels: ChosenKernels | None = None
-) -> Kind | Literal["fp8"] | None:
-    """The form of a model's weights on this machine, as `load_decoder` takes it; None = torch's own, of `dtype`.
+    wanted: str, folder: Path, *, dtype: str, device: torch.device, kernels: ChosenKernels | None = None
+) -> str:
+    """The format of a model's weights on this machine, as `load_decoder` takes it.
 
     Args:
         wanted: in the settings.
@@ -185,24 +183,17 @@ def choose_weights(
         ConfigError: it is not to be had here.
     """
     held = format_held(folder)
-    form = format_wanted(wanted, held, dtype, "cuda" if device.type != "cpu" else "cpu")
-    if held == "fp8" and form != "fp8":
+    form = format_wanted(wanted, held, dtype, "cpu" if device.type == "cpu" else "cuda")
+    alone = held is not None and bool(FORMATS[held].scheme)
+    if alone and form != held:
         raise ConfigError(
-            f"{folder} holds FP8 weights, and quantization is {wanted}; take quantization: auto, or the checkpoint "
-            "that it was made of."
+            f"{folder} holds weights in {held}, and quantization is {wanted}; take quantization: auto, or the "
+            "checkpoint that it was made of."
         )
-    if form == "fp8":
-        if why := why_no_fp8(device, dtype):
-            raise ConfigError(f"quantization: fp8 is not to be had here: {why}.")
-        return "fp8"
-    if (kernels or choose_kernels(device)).model is None:
-        if wanted in ("auto", dtype):
-            return None
-        raise ConfigError(
-            f"quantization: {wanted} with dtype {dtype} needs a CPU with AVX-512 or AVX2, and a C++ compiler; "
-            f"take quantization: auto{' or fp8' if device.type == 'cuda' else ''}."
-        )
-    return form  # type: ignore[return-value]
+    why = format_of(form).why_not(device, dtype, (kernels or choose_kernels(device)).model)
+    if why and (wanted != "auto" or alone):
+        raise ConfigError(f"quantization: {form} is not to be had here: {why}.")
+    return dtype if why else form
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
@@ -249,14 +240,6 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return known
 
 
-def _parts(name: str, tensor: Tensor, slot: Tensor) -> dict[str, Tensor]:
-    """A checkpoint's tensor as the model keeps it: quantized, with its scales, where the slot is FP8."""
-    if slot.dtype != E4M3 or tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return {name: tensor}
-    rows = quantize_rows(tensor.to(slot.device))
-    return {name: rows.numbers, f"{name}_scale": rows.scales}
-
-
 def _expected_shape(name: str, slot: Tensor) -> torch.Size:
     return slot.shape[-1:] if name.endswith("norm.weight") else slot.shape  # one norm row serves all heads
 
@@ -275,16 +258,6 @@ def _fill(path: Path, name: str, slot: Tensor, tensor: Tensor) -> None:
             "the checkpoint that this one was made of, or `engine.kind: vllm`."
         )
     slot.copy_(tensor)
-
-
-def _check_quantized(folder: Path, slots: Mapping[str, Tensor], quantized: Mapping[str, Quantized]) -> None:
-    """The plain weights beside quantized ones are those, dequantized and rounded to bfloat16."""
-    for name, weight in quantized.items():
-        if name not in slots or weight.numbers.shape != slots[name].shape or not weight.is_rounded_to(slots[name]):
-            raise ConfigError(
-                f"{folder / QUANTIZED_FILE}: {name} is not the weight of that name in the other files; fetch or "
-                f"convert the model again, or if the others are right, remove {QUANTIZED_FILE}."
-            )
 
 
 def _from_hub(hub_id: str) -> Path:

@@ -14,7 +14,7 @@ from speculative.model.end_tokens import LFS_POINTER
 
 _LENGTH_BYTES = 8  # of the header's length, which begins a file
 _FP8 = torch.float8_e4m3fn  # torch does not compare it on every device
-_PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def read_tensors(files: Iterable[Path]) -> Iterator[tuple[Path, str, Tensor]]:
@@ -104,7 +104,7 @@ def require_finite(path: Path, name: str, tensor: Tensor) -> None:
     """
     if tensor.dtype == _FP8:  # has no infinity
         found = "NaN" if bool((tensor.view(torch.uint8) & 0x7F == 0x7F).any()) else ""
-    elif tensor.dtype not in _PLAIN or not tensor.numel():
+    elif tensor.dtype not in PLAIN or not tensor.numel():
         found = ""
     else:
         extremes = torch.stack(torch.aminmax(tensor))  # NaN where there is one; nothing else is as fast

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from speculative.gpu.capture import Capturer
-from speculative.model.fp8 import Fp8Rows, quantize_rows, why_no_fp8
-from speculative.model.layers import Fp8Linear, LayerOps, RMSNorm, use_layer_ops
+from speculative.model.formats.fp8 import FORMAT, Fp8Linear
+from speculative.model.fp8 import Fp8Rows, quantize_rows
+from speculative.model.layers import LayerOps, RMSNorm, use_layer_ops
 
 pytestmark = pytest.mark.gpu
 SIZES = [(576, 1536), (4096, 6144), (14336, 4096)]
@@ -13,7 +14,7 @@ SIZES = [(576, 1536), (4096, 6144), (14336, 4096)]
 
 @pytest.fixture
 def device(cuda: torch.device) -> torch.device:
-    if why := why_no_fp8(cuda, "bfloat16"):
+    if why := FORMAT.why_not(cuda, "bfloat16", None):
         pytest.skip(why)
     return cuda
 

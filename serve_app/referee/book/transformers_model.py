@@ -25,8 +25,9 @@ from serve_app.text.grammar import StructureCompiler
 from speculative.errors import ConfigError, InvalidRequest, SequenceTooLong, UnsupportedModel
 from speculative.model.end_tokens import end_tokens
 from speculative.model.fingerprint import model_fingerprint
+from speculative.model.formats import LM_HEAD, format_of
 from speculative.model.loading import checkpoint_files, resolve_model
-from speculative.model.served_tensors import LM_HEAD, ServedTensors
+from speculative.model.served_tensors import ServedTensors
 from speculative.model.tensor_files import check_tensors
 from speculative.request import ReplayedToken, Request, TokenLogprobs
 from speculative.selfcheck.replayed_tokens import replayed_tokens
@@ -237,7 +238,7 @@ def _load(folder: Path, weights: ServedWeights) -> TransformersModel:
 
 def _round_to_form(model: Any, folder: Path, form: str) -> None:
     """Give each product of a loaded model the numbers that its weights stand for in this form."""
-    lm_head, served = model.get_output_embeddings(), ServedTensors(folder, form, torch.float32)
+    lm_head, served = model.get_output_embeddings(), ServedTensors(folder, format_of(form), torch.float32)
     for name, linear in model.named_modules():
         if isinstance(linear, nn.Linear):
             weight = served.floats(LM_HEAD if linear is lm_head else f"{name}.weight")

@@ -19,12 +19,14 @@ _PANEL = 32  # outputs
 _KINDS = {"float32": 0, "bfloat16": 1}
 _QUANTIZED_KINDS = {4: 2, 8: 3}  # by the bits of the weights; activations get 8 and 16
 
-Kind = Literal["float32", "bfloat16", "w4a8"]
-"""Forms of weights on a CPU: bfloat16 rounds what it multiplies them with to bfloat16, w4a8 to 8 bits."""
+Kind = Literal["float32", "bfloat16"]
+"""Types of plain weights; bfloat16 rounds what it multiplies them with to bfloat16."""
+Packed = Quantized | Kind
+"""The weights of a layer as they are packed: in integers, or its own in one of these types."""
 
 
 def pack_natively(
-    module: nn.Module, kernels: Kernels, weight_of: Callable[[Linear], Quantized | Kind], *, whole: bool = True
+    module: nn.Module, kernels: Kernels, weight_of: Callable[[Linear], Packed], *, whole: bool = True
 ) -> None:
     """Replace the layers of a model by those of our kernels.
 
@@ -59,14 +61,14 @@ def pack_natively(
 class NativeLinear(nn.Module):
     """A Linear of our own kernels: float32 rows, weights of any kind, each row computed on its own."""
 
-    def __init__(
-        self, linear: Linear, kernels: Kernels, weight: Kind | Quantized, pages: HugePages | None = None
-    ) -> None:
+    def __init__(self, linear: Linear, kernels: Kernels, weight: Packed, pages: HugePages | None = None) -> None:
         super().__init__()
         self.num_outputs, self.num_inputs = linear.weight.shape
+        self.plain: Kind = "float32"
         if isinstance(weight, Quantized):
             kind, panels = _QUANTIZED_KINDS[weight.bits], panels_of(weight)
         else:
+            self.plain = weight
             kind, panels = _KINDS[weight], panels_of(linear.weight.detach(), weight)
         self.panels = (pages or HugePages()).keep(panels)
         self.bias = None if linear.bias is None else linear.bias.detach().float()

@@ -14,8 +14,8 @@ from serve_app.backends.torch_backend import TorchBackend
 from speculative.config import DrafterConfig, EngineConfig, WeightsName
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError, EngineFault
-from speculative.model import loading
 from speculative.model.arithmetic import Arithmetic
+from speculative.model.formats.fp8 import Fp8
 from speculative.model.quantized import save_quantized
 from speculative.request import FinishReason, Request, SamplingParams, Speculation, TokenDelta
 from tests.support.backend_conformance import (
@@ -82,7 +82,7 @@ async def test_a_replica_says_whether_it_rounds_a_row_alike_in_any_batch(
 
 
 async def test_fp8_weights_are_reported_and_updated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "why_no_fp8", lambda *_: "")  # as on a GPU
+    monkeypatch.setattr(Fp8, "why_not", lambda *_: "")  # as on a GPU
     backend, plain = (TorchBackend(str(folder), "tiny", replace(CONFIG, quantization=one)) for one in ("fp8", "auto"))
     served, unrounded = await backend.start(), await plain.start()
     assert (served.quantization, unrounded.quantization) == ("fp8", None)

@@ -20,9 +20,8 @@ from speculative.engine import EngineCore
 from speculative.errors import ConfigError
 from speculative.gpu.operators import GraphOperators
 from speculative.kernels import chosen
-from speculative.model import loading
 from speculative.model.attention import prepare_by
-from speculative.model.layers import Fp8Linear
+from speculative.model.formats.fp8 import Fp8, Fp8Linear
 from speculative.request import Request, SamplingParams
 from speculative.state.batch import Entry
 from tests.support.engines import (
@@ -107,7 +106,7 @@ def test_fp8_weights(
     load: Load, drafters: dict[str, DrafterConfig], name: str, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against the same weights in steps that the CPU runs on the same buffers; with a switch to the same weights."""
-    monkeypatch.setattr(loading, "why_no_fp8", lambda *_: "")
+    monkeypatch.setattr(Fp8, "why_not", lambda *_: "")
     # What rounds the last bit otherwise can round FP8 to the next number.
     monkeypatch.setattr(chosen, "cpu_kernels", lambda: None)
 

@@ -18,7 +18,7 @@ from speculative.kernels.bindings import Kernels
 from speculative.kernels.library import cpu_kernels, find_kernels
 from speculative.model.attention import NativeStep, StepAttention
 from speculative.model.config import PLAIN, ScoreRule
-from speculative.model.cpu.native import Kind, NativeLinear, NativeNorm
+from speculative.model.cpu.native import NativeLinear, NativeNorm
 from speculative.model.decoder import Decoder
 from speculative.model.layers import Linear, RMSNorm
 from speculative.model.loading import load_decoder
@@ -29,7 +29,7 @@ from tests.support.tiny_models import write_tiny_model
 from tests.support.vocabulary import needs_kernels
 
 CPU = torch.device("cpu")
-FORMS: tuple[Kind, ...] = ("float32", "bfloat16", "w4a8")
+FORMS: tuple[str, ...] = ("float32", "bfloat16", "w4a8")
 KINDS = (*FORMS, "int8")  # which has 16-bit activations, and is for LM heads
 TILES = "bfloat16 by tiles"  # of AMX, emulated
 FAMILIES = ("llama_biased", "llama3", "smollm", "mistral", "qwen3")
@@ -241,7 +241,7 @@ def test_a_decoder(family: str, tmp_path: Path) -> None:
 @needs_kernels
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weights", FORMS)
-def test_a_token_is_the_same_bits_in_any_chunk(weights: Kind, cache_dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_token_is_the_same_bits_in_any_chunk(weights: str, cache_dtype: torch.dtype, tmp_path: Path) -> None:
     decoder = load_decoder(write_tiny_model(tmp_path), dtype=torch.float32, device="cpu", weights=weights)
     ids = torch.arange(7, 47)
     whole = hidden_states(decoder, ids, [40], (1,), cache_dtype)

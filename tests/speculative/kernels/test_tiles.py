@@ -26,7 +26,6 @@ from speculative.kernels.tiles import (
     measured_tiles,
 )
 from speculative.model.attention import StepAttention
-from speculative.model.cpu.native import Kind
 from speculative.model.loading import load_decoder
 from tests.speculative.kernels.test_kernels import attended, cache_with, hidden_states, native, random, three_sequences
 from tests.support.tiny_models import write_tiny_model
@@ -125,7 +124,7 @@ def test_attention_of_a_row_is_the_same_bits_in_any_company_on_any_number_of_thr
 
 @pytest.mark.parametrize("weights", ["bfloat16", "w4a8"])
 def test_a_token_is_the_same_bits_in_any_chunk(
-    weights: Kind, tiles: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    weights: str, tiles: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With all that tiles do for a form: products and attention, whose rounding differs from AVX-512's."""
     monkeypatch.setattr("speculative.kernels.chosen.cpu_kernels", lambda: tiles)

@@ -12,16 +12,16 @@ from speculative.kernels.chosen import ChosenKernels
 from speculative.kernels.library import cpu_kernels
 from speculative.model import loading
 from speculative.model.applied import check_applied
-from speculative.model.cpu.native import Kind
 from speculative.model.decoder import Decoder
 from tests.support.tiny_models import write_tiny_model
 
-FORMS: dict[str, tuple[Kind | None, torch.dtype]] = {
+FORMS: dict[str, tuple[str | None, torch.dtype]] = {
     "torch": (None, torch.float32),
     "bfloat16 by torch": (None, torch.bfloat16),
     "float32": ("float32", torch.float32),
     "bfloat16": ("bfloat16", torch.bfloat16),
     "w4a8": ("w4a8", torch.bfloat16),
+    "fp8": ("fp8", torch.bfloat16),
 }
 
 
@@ -53,7 +53,7 @@ def rounded(slot: Tensor, tensor: Tensor) -> None:
     slot.copy_(tensor.to(torch.float8_e4m3fn).float())
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "fp8"])
 @pytest.mark.parametrize(
     ("damage", "name"),
     [

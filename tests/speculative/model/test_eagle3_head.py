@@ -14,7 +14,7 @@ from torch import Tensor
 from speculative.errors import ConfigError, UnsupportedModel
 from speculative.kernels.library import cpu_kernels
 from speculative.model.attention import StepAttention
-from speculative.model.cpu.native import Kind, NativeLinear
+from speculative.model.cpu.native import NativeLinear
 from speculative.model.decoder import Decoder
 from speculative.model.eagle3 import Eagle3Head, default_aux_layers, load_eagle3
 from speculative.model.head_checkpoint import read_held_out_rates
@@ -72,7 +72,7 @@ def test_a_saved_head_loads_as_it_was(head: Eagle3Head, folder: Path, target: De
 
 @pytest.mark.parametrize("weights", [None, pytest.param("bfloat16", marks=needs_kernels)])
 def test_a_head_for_the_cpu_in_bfloat16_says_the_same(
-    tmp_path: Path, head: Eagle3Head, folder: Path, weights: Kind | None
+    tmp_path: Path, head: Eagle3Head, folder: Path, weights: str | None
 ) -> None:
     model = write_tiny_model(tmp_path / "target", vocab_size=VOCAB, num_hidden_layers=LAYERS)
     target = load_decoder(model, dtype=torch.bfloat16, device="cpu", weights=weights)
@@ -90,9 +90,7 @@ def test_a_head_for_the_cpu_in_bfloat16_says_the_same(
 
 @needs_kernels
 @pytest.mark.parametrize(("weights", "kind"), [("float32", 0), ("bfloat16", 2), ("w4a8", 2)])
-def test_a_head_has_four_bits_unless_its_target_is_exact(
-    tmp_path: Path, folder: Path, weights: Kind, kind: int
-) -> None:
+def test_a_head_has_four_bits_unless_its_target_is_exact(tmp_path: Path, folder: Path, weights: str, kind: int) -> None:
     model = write_tiny_model(tmp_path / "target", vocab_size=VOCAB, num_hidden_layers=4)
     target = load_decoder(model, dtype=torch.bfloat16, device="cpu", weights=weights)
     served = load_eagle3(folder, target, dtype=torch.bfloat16)

@@ -191,7 +191,8 @@ opened = []
 sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
 from serve_app.text.tokenizer import Tokenizer
 from speculative.model.file_names import read_all_but_weights
-from speculative.model.loading import load_decoder, load_quantized, resolve_model, torch
+from speculative.model.loading import load_decoder, resolve_model, torch
+from speculative.model.quantized import load_quantized
 folder = resolve_model(sys.argv[1])
 tokenizer, turn = Tokenizer.from_folder(folder), [{"role": "user", "content": "hi"}]
 said = [tokenizer.render_chat(turn, tools=tools) for tools in ([], [{"type": "function"}])], tokenizer.eos_token_ids

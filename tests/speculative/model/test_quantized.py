@@ -126,7 +126,7 @@ def test_without_kernels_weights_are_torchs_own_and_nothing_else(
     monkeypatch.setattr(chosen, "cpu_kernels", lambda: None)
     save_quantized(tmp_path, {})
     for wanted in ("auto", "bfloat16"):
-        assert choose_weights(wanted, tmp_path, dtype="bfloat16", device=CPU) is None  # type: ignore[arg-type]
+        assert choose_weights(wanted, tmp_path, dtype="bfloat16", device=CPU) == "bfloat16"
     for device in (CPU, torch.device("cuda")):
         with pytest.raises(ConfigError, match=r"quantization: w4a8 .* needs a CPU with AVX-512 or AVX2"):
             choose_weights("w4a8", tmp_path, dtype="bfloat16", device=device)

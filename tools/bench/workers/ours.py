@@ -42,7 +42,7 @@ class Ours:
         weights = choose_weights(config.quantization, folder, dtype=config.dtype, device=device)
         self._names = (f"bench-{number}" for number in count())
         self.versions = {"truespec": version_of("truespec"), "torch": torch.__version__}
-        self.versions["weights"] = weights or config.dtype
+        self.versions["weights"] = weights
 
     def run(self, ask: BatchOfPrompts) -> dict[str, Any]:
         """Add all, step until all are done."""
