@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,11 +16,11 @@ _WARM_UPS = 2  # kernels are compiled, and libraries set up, before anything is 
 
 
 @dataclass(frozen=True, slots=True)
-class CapturedPass:
+class Captured(Generic[Outputs]):
     """A captured function and its inputs."""
 
     inputs: StagedInputs
-    replay: Callable[[], object]
+    replay: Callable[[], Outputs]
 
 
 class Capturer:
@@ -42,12 +42,9 @@ class Capturer:
         The function is called a few times here, on what its buffers hold: let it be padding.
         """
         self.num_captured += 1
-        if self._pool is not None:
-            return self._as_graph(function)
-        function()
-        return function
-
-    def _as_graph(self, function: Callable[[], Outputs]) -> Callable[[], Outputs]:
+        if self._pool is None:
+            function()
+            return function
         with torch.cuda.device(self.device):
             side = side_stream(torch.cuda.current_device())
             side.wait_stream(torch.cuda.current_stream())

@@ -7,7 +7,7 @@ from torch import Tensor
 from speculative.drafting.neural_drafter import CatchUpRows, DraftModel
 from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
-from speculative.gpu.capture import CapturedPass, Capturer
+from speculative.gpu.capture import Captured, Capturer
 from speculative.gpu.padding import BlockTables, PagedCache, fill_rows, paged_rows, row_fields
 from speculative.gpu.staged_inputs import Field, StagedInputs
 from speculative.state.batch import Int64s
@@ -35,9 +35,9 @@ class CatchUpPass:
         self._tables = BlockTables(cache.room)
         self._buckets = buckets
         self._first = 1 if model.capture else 0
-        self._passes: dict[Bucket, CapturedPass] = {}
+        self._passes: dict[Bucket, Captured[None]] = {}
 
-    def prepare(self, bucket: Bucket) -> CapturedPass:
+    def prepare(self, bucket: Bucket) -> Captured[None]:
         """The captured pass of a bucket; captured now if it is new."""
         if bucket not in self._passes:
             fields = row_fields(bucket, self._room)
@@ -47,7 +47,7 @@ class CatchUpPass:
                 fields |= {"features": Field(rows), "edges": Field(rows, padding=self._room.trash_block)}
             inputs = StagedInputs(fields, self._capturer.device)
             replay = self._capturer.capture(lambda: self._compute(inputs.on_device))
-            self._passes[bucket] = CapturedPass(inputs, replay)
+            self._passes[bucket] = Captured(inputs, replay)
         return self._passes[bucket]
 
     @torch.inference_mode()  # a handoff is exported outside of a step
@@ -55,8 +55,20 @@ class CatchUpPass:
         """The hidden states [B, hidden] of each sequence's last row, until the next call."""
         counts, most = rows.stops - rows.starts, self._buckets.batch_sizes[-1]
         if len(counts) > most:
-            begins = range(0, len(counts), most)
-            return torch.cat([self._run_part(rows, slice(begin, begin + most)) for begin in begins])
+            ends, found = np.cumsum([0, *counts]).tolist(), list[Tensor]()
+            for begin in range(0, len(counts), most):
+                part = slice(begin, min(begin + most, len(counts)))
+                own = slice(ends[part.start], ends[part.stop])
+                chosen = CatchUpRows(
+                    token_ids=rows.token_ids[own],
+                    starts=rows.starts[part],
+                    stops=rows.stops[part],
+                    sequences=rows.sequences[part],
+                    features=rows.features[own],
+                    edges=rows.edges[own],
+                )
+                found.append(self.run(chosen).clone())
+            return torch.cat(found)
         bucket = self._buckets.fit(len(counts), int(counts.max()))
         assert bucket is not None, "no sequence has more than most_rows"
         captured = self.prepare(bucket)
@@ -78,21 +90,6 @@ class CatchUpPass:
         self.buffer.version += 1
         self.buffer.rows[: len(features)].copy_(features)
         return np.arange(len(features))
-
-    def _run_part(self, rows: CatchUpRows, part: slice) -> Tensor:
-        """The hidden states of some sequences that fit, in memory of their own."""
-        counts = rows.stops - rows.starts
-        begin, own = int(counts[: part.start].sum()), int(counts[part].sum())
-        packed = slice(begin, begin + own)
-        chosen = CatchUpRows(
-            token_ids=rows.token_ids[packed],
-            starts=rows.starts[part],
-            stops=rows.stops[part],
-            sequences=rows.sequences[part],
-            features=rows.features[packed],
-            edges=rows.edges[packed],
-        )
-        return self.run(chosen).clone()
 
     def _compute(self, inputs: dict[str, Tensor]) -> None:
         attention = self._cache.attention(paged_rows(inputs, self._first))

@@ -1,8 +1,7 @@
 """All drafts of a round as one captured function: sample, run, sample, without the host in between."""
 
-from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -12,23 +11,15 @@ from speculative.drafting.draft_sampler import DraftSampler, noise_keys
 from speculative.drafting.neural_drafter import DraftModel, MadeDrafts
 from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
-from speculative.gpu.capture import Capturer
+from speculative.gpu.capture import Captured, Capturer
 from speculative.gpu.filters import SamplingArrays, sampling_fields
 from speculative.gpu.padding import BlockTables, PagedCache, block_tables, fill_rows, row_fields
 from speculative.gpu.paged_attention import PagedRows
 from speculative.gpu.row_drafts import DraftFields, SampleDrafts
-from speculative.gpu.staged_inputs import Array, Field, StagedInputs
+from speculative.gpu.staged_inputs import Field, StagedInputs
 from speculative.state.batch import Entry
 
 _BY_DRAFT = ("positions", "visible", "slots")  # those of one draft lie together, as its pass reads them
-
-
-@dataclass(frozen=True, slots=True)
-class _Loop:
-    """A captured loop and its inputs."""
-
-    inputs: StagedInputs
-    replay: Callable[[], object]
 
 
 class DraftLoop:
@@ -61,9 +52,9 @@ class DraftLoop:
         self._room, self._statics = cache.room, buffers
         self._first = 1 if model.capture else 0
         self._params, self._tables = SamplingArrays(sampler.width), BlockTables(cache.room)
-        self._loops: dict[Bucket, _Loop] = {}
+        self._loops: dict[Bucket, Captured[None]] = {}
 
-    def prepare(self, bucket: Bucket) -> "_Loop":
+    def prepare(self, bucket: Bucket) -> Captured[None]:
         """The captured loop of a bucket, of `num_queries` drafts each; captured now if it is new."""
         if bucket not in self._loops:
             fields = row_fields(bucket, self._room) | sampling_fields(bucket.num_seqs, self._sampler.width)
@@ -76,7 +67,7 @@ class DraftLoop:
             }
             inputs = StagedInputs(fields, self._capturer.device)
             replay = self._capturer.capture(lambda: self._compute(bucket, inputs.on_device))
-            self._loops[bucket] = _Loop(inputs, replay)
+            self._loops[bucket] = Captured(inputs, replay)
         return self._loops[bucket]
 
     def run(self, entries: Sequences[Entry], hidden: Tensor) -> Bucket:
@@ -90,8 +81,9 @@ class DraftLoop:
         lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
         drafts = np.array([entry.max_drafts for entry in entries], np.int64)
         columns = self._tables.of(sequences)
-        # The last draft is not run.
-        num_blocks, _ = fill_rows(_by_sequence(host), columns, lengths, drafts - 1, self._room)
+        # As `fill_rows` fills them, each sequence's rows lie together. The last draft is not run.
+        by_sequence = {name: array.T if name in _BY_DRAFT else array for name, array in host.items()}
+        num_blocks, _ = fill_rows(by_sequence, columns, lengths, drafts - 1, self._room)
         np.maximum(host["positions"] - self._first, 0, out=host["positions"])
         num_seqs, num_drafts = len(entries), bucket.num_queries
         host["uniforms"][:, :num_seqs] = self._sampler.uniforms(sequences, num_drafts)
@@ -135,8 +127,3 @@ class DraftLoop:
                 tokens = made.tokens[offset * num_seqs : (offset + 1) * num_seqs]
                 attended = PagedRows(inputs["slots"][offset], inputs["visible"][offset], tables, self._first)
                 hidden = model.run(tokens, hidden, inputs["positions"][offset], self._cache.attention(attended))
-
-
-def _by_sequence(host: Mapping[str, Array]) -> dict[str, Array]:
-    """The fields as `fill_rows` fills them: each sequence's rows together."""
-    return {name: array.T if name in _BY_DRAFT else array for name, array in host.items()}

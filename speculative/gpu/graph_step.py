@@ -27,7 +27,7 @@ from speculative.gpu.padding import CacheRoom, PagedCache
 from speculative.gpu.paged_attention import AttentionSizes
 from speculative.gpu.prompt_graph import PromptPass, prompt_sizes
 from speculative.gpu.staged_inputs import LateCopy
-from speculative.gpu.step_requests import LastRequests, StepRequests
+from speculative.gpu.step_requests import LastRequests
 from speculative.gpu.target_graph import GraphRunner, TargetPass
 from speculative.gpu.verify_graph import JudgedRows, VerifyGraph
 from speculative.model.decoder import Decoder
@@ -183,10 +183,18 @@ class GraphStep:
         assert bucket is not None and rows_bucket is not None, "every batch that is taken fits"
         places = self.runner.target.run(bucket, step_input, _sources(step_input, drafts))
         requests = self._requests.of(batch.entries)
-        step_input, masks = self._read_drafts(batch, step_input, drafts, requests)
         sampler, self_check = self._checked.sampler, self._checked.self_check
         checked, edits = self_check.due(), None
+        masks: list[list[Bools] | None] = [None] * len(batch.entries)
         if requests.edited:
+            if drafts.rows is not None and _host_reads_drafts(batch):  # rules read a model's; the target runs meanwhile
+                own = step_input.drafts.copy()
+                own[own >= 0] = self._drafts_on_host.wait()[drafts.rows]
+                step_input = _with_drafts(step_input, own)
+            allowed = drafts.masks
+            if allowed is None:
+                allowed = allowed_masks(batch, _per_entry(step_input))
+            masks = [allowed.get(index) for index in range(len(batch.entries))]
             edits = StepEdits.of(step_input, masks, sampler.eos_token_ids, self._vocab_size)
         rows = JudgedRows(
             step_input,
@@ -209,23 +217,6 @@ class GraphStep:
         if self._neural is not None and not self._neural.capture:
             self._neural.end_round(batch.entries, _per_entry(known))
         return outcome
-
-    def _read_drafts(
-        self, batch: Batch, step_input: StepInput, drafts: StepDrafts, requests: StepRequests
-    ) -> tuple[StepInput, list[list[Bools] | None]]:
-        """The step's rows, with the drafts that rules read, and per entry what its structure allows.
-
-        Where a model made such drafts this waits for them, while the target runs."""
-        if not requests.edited:
-            return step_input, [None] * len(batch.entries)
-        if drafts.rows is not None and _host_reads_drafts(batch):
-            own = step_input.drafts.copy()
-            own[own >= 0] = self._drafts_on_host.wait()[drafts.rows]
-            step_input = _with_drafts(step_input, own)
-        masks = drafts.masks
-        if masks is None:
-            masks = allowed_masks(batch, _per_entry(step_input))
-        return step_input, [masks.get(index) for index in range(len(batch.entries))]
 
     # -- before the first step ----------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from speculative.gpu.row_judge import RowFields
 from speculative.gpu.staged_inputs import Array, Field, StagedInputs
 from speculative.request import SamplingParams
 from speculative.state.batch import Entry, StepInput
-from speculative.state.logit_constraints import Float32s, Int64s, TokenRules
+from speculative.state.logit_constraints import Float32s, Int64s
 from speculative.state.sequence import Sequence
 from speculative.state.token_constraint import Bools
 
@@ -136,23 +136,22 @@ class StepEdits:
         edits = cls([], np.full(len(step_input.drafts), -1), [], [_counted(entry) for entry in entries], params)
         first_row = 0
         for entry, count, mask in zip(entries, step_input.draft_counts.tolist(), masks, strict=True):
-            rows = range(first_row, first_row + count + 1)
-            edits._keep(rows, _allowed(entry.sequence.rules, mask, vocab_size))
-            if entry.sequence.rules is not None:
+            rows, rules, allowed = range(first_row, first_row + count + 1), entry.sequence.rules, mask or []
+            if rules is not None and rules.allowed is not None:
+                listed = np.zeros(vocab_size, np.bool_)
+                listed[rules.allowed] = True
+                allowed = [listed] if mask is None else [listed & one for one in mask]
+            if allowed:  # row j gets mask j; rows behind a forbidden draft are never reached: they repeat the last one
+                numbers = np.minimum(np.arange(len(rows)), len(allowed) - 1)
+                edits.mask_of_row[rows.start : rows.stop] = len(edits.masks) + numbers
+                edits.masks.extend(allowed)
+            if rules is not None:
                 output = entry.sequence.tokens[entry.sequence.num_prompt :]
                 drafts = step_input.drafts[rows[:-1]].tolist()
                 for offset, row in enumerate(rows):
-                    biased = entry.sequence.rules.biased(output, tuple(drafts[:offset]), eos_token_ids)
-                    edits.biased.append((row, *biased))
+                    edits.biased.append((row, *rules.biased(output, tuple(drafts[:offset]), eos_token_ids)))
             first_row = rows.stop
         return edits
-
-    def _keep(self, rows: range, allowed: list[Bools]) -> None:
-        """Row j of these gets mask j; rows behind a forbidden draft are never reached: they repeat the last one."""
-        if allowed:
-            numbers = np.minimum(np.arange(len(rows)), len(allowed) - 1)
-            self.mask_of_row[rows.start : rows.stop] = len(self.masks) + numbers
-            self.masks.extend(allowed)
 
     @property
     def sizes(self) -> EditSizes:
@@ -192,15 +191,6 @@ def fits(entries: Sequences[Entry], num_eos: int) -> bool:
     num_biased = sum((entry.max_drafts + 1) * (rules.most_biased + num_eos) for entry, rules in ruled)
     counted = (_counted(entry) for entry, _ in ruled)
     return max(num_biased, sum(len(own[0]) for own in counted if own is not None)) <= MAX_CELLS
-
-
-def _allowed(rules: TokenRules | None, masks: list[Bools] | None, vocab_size: int) -> list[Bools]:
-    """Masks of an entry's rows in order, the last one also for those behind it; none where all tokens may come."""
-    if rules is None or rules.allowed is None:
-        return masks or []
-    listed = np.zeros(vocab_size, np.bool_)
-    listed[rules.allowed] = True
-    return [listed] if masks is None else [listed & mask for mask in masks]
 
 
 def _counted(entry: Entry) -> tuple[Int64s, Int64s, Bools] | None:

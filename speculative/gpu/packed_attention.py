@@ -6,9 +6,10 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from speculative.gpu.paged_attention import KernelAttention
 from speculative.gpu.staged_inputs import Array, send_once
 from speculative.model.attention import CacheAttention
-from speculative.model.config import PLAIN, ScoreRule
+from speculative.model.config import ScoreRule
 from speculative.state.batch import AttentionRows, Int64s
 from speculative.state.kv_cache import KVCache
 
@@ -33,19 +34,6 @@ AttendPacked = Callable[[Tensor, Tensor, Tensor, PackedRows, ScoreRule], Tensor]
 """query [N, num_heads, head_dim], a layer's keys and values [num_slots, num_kv_heads, head_dim] -> as query."""
 
 
-class PackedAttention(CacheAttention):
-    """Attention of one step. slots: [N] int64."""
-
-    def __init__(self, cache: KVCache, slots: Tensor, rows: PackedRows, attend: AttendPacked) -> None:
-        self.cache, self.slots = cache, slots
-        self._rows, self._attend = rows, attend
-
-    def attend_stored(self, layer: int, query: Tensor, scores: ScoreRule = PLAIN) -> Tensor:
-        """Implement `CacheAttention`."""
-        keys, values = self.cache.data[layer].unbind(0)
-        return self._attend(query, keys, values, self._rows, scores)
-
-
 class SendPacked:
     """A `PreparePass` that sends everything in one copy.
 
@@ -61,7 +49,7 @@ class SendPacked:
         sent = send_once((rows.slots, spans, blocks, *arrays), cache.data.device)
         most_rows = int(spans[:, 1].max())
         packed = PackedRows(sent[1], sent[2], most_rows, self._first, self._block_size)
-        return PackedAttention(cache, sent[0], packed, self._attend), sent[3:]
+        return KernelAttention(cache, sent[0], packed, self._attend), sent[3:]
 
 
 def tables_of(rows: AttentionRows, block_size: int, first: int) -> tuple[Array, Array]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from speculative.gpu.buckets import Bucket
-from speculative.gpu.paged_attention import AttendPaged, PagedAttention, PagedRows
+from speculative.gpu.paged_attention import AttendPaged, KernelAttention, PagedRows
 from speculative.gpu.staged_inputs import Array, Field
 from speculative.state.batch import Int64s
 from speculative.state.kv_cache import KVCache
@@ -33,9 +33,9 @@ class PagedCache:
     room: CacheRoom
     attend: AttendPaged
 
-    def attention(self, rows: PagedRows) -> PagedAttention:
+    def attention(self, rows: PagedRows) -> KernelAttention[PagedRows]:
         """Attention of one pass over these rows."""
-        return PagedAttention(self.cache, rows, self.attend)
+        return KernelAttention(self.cache, rows.slots, rows, self.attend)
 
 
 def row_fields(bucket: Bucket, room: CacheRoom) -> dict[str, Field]:

@@ -6,6 +6,7 @@ depends on its own query and on what it sees, never on its neighbours, on B, or 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -66,11 +67,20 @@ AttendPaged = Callable[[Tensor, Tensor, Tensor, PagedRows, ScoreRule], Tensor]
 """query [B * Q, num_heads, head_dim], a layer's keys and values [num_slots, num_kv_heads, head_dim] -> as query."""
 
 
-class PagedAttention(CacheAttention):
-    """Attention of one padded step, B * Q rows."""
+Rows = TypeVar("Rows")
 
-    def __init__(self, cache: KVCache, rows: PagedRows, attend: AttendPaged) -> None:
-        self.cache, self.slots = cache, rows.slots
+
+class KernelAttention(CacheAttention, Generic[Rows]):
+    """Attention of one step by a kernel. slots: [N] int64, where its rows go. rows: what the kernel knows of them."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        slots: Tensor,
+        rows: Rows,
+        attend: Callable[[Tensor, Tensor, Tensor, Rows, ScoreRule], Tensor],
+    ) -> None:
+        self.cache, self.slots = cache, slots
         self._rows, self._attend = rows, attend
 
     def attend_stored(self, layer: int, query: Tensor, scores: ScoreRule = PLAIN) -> Tensor:

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.gpu.capture import CapturedPass, Capturer
-from speculative.gpu.packed_attention import AttendPacked, PackedAttention, PackedRows, tables_of
+from speculative.gpu.capture import Captured, Capturer
+from speculative.gpu.packed_attention import AttendPacked, PackedRows, tables_of
 from speculative.gpu.padding import CacheRoom
+from speculative.gpu.paged_attention import KernelAttention
 from speculative.gpu.staged_inputs import Field, StagedInputs
 from speculative.model.decoder import Decoder
 from speculative.state.batch import StepInput
@@ -72,7 +73,7 @@ class PromptPass:
         hidden_size = decoder.config.hidden_size
         self._hidden = torch.zeros((sizes[-1], hidden_size), dtype=decoder.dtype, device=decoder.device)
         self._features = self._hidden.new_zeros((sizes[-1], hidden_size * len(capture)))
-        self._passes: dict[int, CapturedPass] = {}
+        self._passes: dict[int, Captured[None]] = {}
 
     def takes(self, step_input: StepInput) -> bool:
         """Return whether the rows of each `MOST_SEQUENCES` sequences fit."""
@@ -106,7 +107,7 @@ class PromptPass:
         captured.replay()
         return self._hidden[:num_rows].clone(), self._features[:num_rows].clone()
 
-    def _prepare(self, size: int) -> CapturedPass:
+    def _prepare(self, size: int) -> Captured[None]:
         """The captured pass of a size; captured now if it is new."""
         if size not in self._passes:
             room = self._room
@@ -119,13 +120,13 @@ class PromptPass:
             }
             inputs = StagedInputs(fields, self._capturer.device)
             replay = self._capturer.capture(lambda: self._compute(inputs.on_device))
-            self._passes[size] = CapturedPass(inputs, replay)
+            self._passes[size] = Captured(inputs, replay)
         return self._passes[size]
 
     def _compute(self, inputs: dict[str, Tensor]) -> None:
         size = len(inputs["input_ids"])
         rows = PackedRows(inputs["spans"], inputs["blocks"], size, 0, self._room.block_size)
-        attention = PackedAttention(self._cache, inputs["slots"], rows, self._attend)
+        attention = KernelAttention(self._cache, inputs["slots"], rows, self._attend)
         hidden, features = self._decoder.run(inputs["input_ids"], inputs["positions"], attention, self._capture)
         self._hidden[:size].copy_(hidden)
         if self._capture:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
-from speculative.gpu.capture import CapturedPass, Capturer
+from speculative.gpu.capture import Captured, Capturer
 from speculative.gpu.padding import BlockTables, PagedCache, fill_rows, paged_rows, row_fields
 from speculative.gpu.prompt_graph import PromptPass, run_in_parts
 from speculative.gpu.staged_inputs import Field, StagedInputs, send_once
@@ -40,9 +40,9 @@ class TargetPass:
         self.buffers = buffers
         self._decoder, self._cache, self._room = decoder, cache, cache.room
         self._tables = BlockTables(cache.room)
-        self._passes: dict[Bucket, CapturedPass] = {}
+        self._passes: dict[Bucket, Captured[None]] = {}
 
-    def prepare(self, bucket: Bucket) -> CapturedPass:
+    def prepare(self, bucket: Bucket) -> Captured[None]:
         """The captured pass of a bucket; captured now if it is new."""
         if bucket not in self._passes:
             shape = (bucket.num_seqs, bucket.num_queries)
@@ -54,7 +54,7 @@ class TargetPass:
             }
             inputs = StagedInputs(fields, self._capturer.device)
             replay = self._capturer.capture(lambda: self._compute(inputs.on_device))
-            self._passes[bucket] = CapturedPass(inputs, replay)
+            self._passes[bucket] = Captured(inputs, replay)
         return self._passes[bucket]
 
     def run(self, bucket: Bucket, step_input: StepInput, sources: Int64s | None) -> Places:

@@ -1,4 +1,4 @@
-"""`PagedAttention` as two Triton kernels; imported only where Triton is installed.
+"""`AttendPaged` as two Triton kernels; imported only where Triton is installed.
 
 The context of a sequence is cut into splits of SPLIT_TOKENS positions. Every n-th of them is a part, which is computed
 for the rows of one KV head (Dao et al., "Flash-Decoding for long-context inference", 2023) with a running softmax
@@ -221,21 +221,8 @@ class TritonAttend:
         most_parts = min(num_parts, 1 + -(-(window + rows.num_queries) // SPLIT_TOKENS)) if window else num_parts
         sharing = programs_of_context(num_seqs * num_tiles * num_kv_heads, most_parts)
         _attend_splits[(num_seqs * num_tiles, num_kv_heads, sharing)](
-            query,
-            keys,
-            values,
-            rows.blocks,
-            rows.visible,
-            partial,
-            weight,
-            scale,
-            rows.num_queries,
-            num_tiles,
-            rows.blocks.stride(0),
-            query.stride(0),
-            query.stride(1),
-            keys.stride(0),
-            keys.stride(1),
+            *(query, keys, values, rows.blocks, rows.visible, partial, weight, scale, rows.num_queries, num_tiles),
+            *(rows.blocks.stride(0), query.stride(0), query.stride(1), keys.stride(0), keys.stride(1)),
             FIRST=rows.first,
             GROUP=group,
             HEAD_DIM=head_dim,
@@ -251,10 +238,7 @@ class TritonAttend:
             num_stages=STAGES,
         )
         _merge_parts[(num_rows, num_heads)](
-            partial,
-            weight,
-            rows.visible,
-            out,
+            *(partial, weight, rows.visible, out),
             HEAD_DIM=head_dim,
             NUM_PARTS=num_parts,
             SPLIT=SPLIT_TOKENS,

@@ -115,20 +115,9 @@ def triton_edit(logits: Tensor, rows: RowFields, edits: EditFields, max_drafts: 
     cells = (edits.biased_rows, edits.biased_tokens, edits.biases)
     _add_biases[(triton.cdiv(num_cells, _CELLS),)](edited, *cells, num_rows, size, num_cells, CELLS=_CELLS)
     _penalise[(num_rows,)](
-        edited,
-        rows.drafts,
-        rows.entries,
-        rows.offsets,
-        rows.first_rows,
-        rows.counts,
-        edits.starts,
-        edits.penalised,
-        edits.counts,
-        edits.in_prompt,
-        edits.repetition,
-        edits.frequency,
-        edits.presence,
-        size,
+        *(edited, rows.drafts, rows.entries, rows.offsets, rows.first_rows, rows.counts),
+        *(edits.starts, edits.penalised, edits.counts, edits.in_prompt),
+        *(edits.repetition, edits.frequency, edits.presence, size),
         CELLS=_CELLS,
     )
     return edited

@@ -85,18 +85,6 @@ def _narrow(low, high, first, second, third, below_first, below_second, below_th
 
 
 @triton.jit
-def _from_min_p(least, temperature, low, high, UNUSED: tl.constexpr):
-    """The lowest of the keys whose logit after temperature is not below `least`; of those from `low` to `high`."""
-    while low < high:
-        middle = _middle(low, high)
-        if tl.div_rn(_number(middle, UNUSED), temperature) >= least:
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
-@triton.jit
 def _from_top_k(logits, best, top_k, low, high, size, TILE: tl.constexpr, UNUSED: tl.constexpr):  # noqa: PLR0913
     """The lowest of the keys that fewer than top_k tokens lie above; best: [TILE] the highest logits of as many parts
     of the row."""
@@ -179,7 +167,13 @@ def _find_floor(  # noqa: PLR0913
         highest = tl.max(best, axis=0)
         base, scale = tl.where(highest == lowest, 0.0, highest), 1 / temperature  # -inf - -inf is NaN
         low, high = _key(tl.full((), lowest, tl.float32), UNUSED), _key(highest, UNUSED)
-        low = _from_min_p(tl.div_rn(highest, temperature) + log_min_p, temperature, low, high, UNUSED)
+        least, most = tl.div_rn(highest, temperature) + log_min_p, high
+        while low < most:  # the lowest of the keys whose logit after temperature is not below `least`
+            middle = _middle(low, most)
+            if tl.div_rn(_number(middle, UNUSED), temperature) >= least:
+                most = middle
+            else:
+                low = middle + 1
         if top_k < size:
             low = _from_top_k(own, best, top_k, low, high, size, TILE, UNUSED)
         if top_p < 1:
@@ -192,14 +186,7 @@ def triton_floors(logits: Tensor, temperature: Tensor, log_min_p: Tensor, top_k:
     """Implement `FindFloors`."""
     floors = torch.empty_like(top_p)
     _find_floor[(len(logits),)](
-        logits,
-        temperature,
-        log_min_p,
-        top_k,
-        top_p,
-        floors,
-        logits.stride(0),
-        logits.shape[1],
+        *(logits, temperature, log_min_p, top_k, top_p, floors, logits.stride(0), logits.shape[1]),
         TILE=_TILE,
         UNUSED=_UNUSED_BITS[logits.dtype],
         num_warps=WARPS,

@@ -30,17 +30,8 @@ class TritonJudge:
 
     def __call__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> tuple[Tensor, Layout]:
         """Implement `RowJudge`."""
-        launches = _Launches(logits, rows, sampled)
-        launches.settle()
-        launches.report(self._mode)
-        launches.take_terms()
-        return launches.vector, launches.layout
-
-
-class _Launches:
-    """Those of one step."""
-
-    def __init__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> None:
+        num_rows, num_entries, size = len(rows.drafts), len(rows.first_rows), logits.shape[1]
+        num_blocks = triton.cdiv(size, BLOCK)
         checks: tuple[str, ...] = COUPLED_CHECKS_OF_DETERMINISTIC + CHECKS_OF_DETERMINISTIC
         # q, its columns, and where its rows are; anything stands in the place of what no kernel reads.
         q, kind = (logits, rows.drafts, rows.packed, rows.packed), kernels.POINT_MASS
@@ -49,151 +40,73 @@ class _Launches:
             columns = sampled.places if sampled.columns is None else sampled.columns
             q = (sampled.probs, columns, rows.packed, sampled.places)
             kind = kernels.DENSE if sampled.columns is None else kernels.PART
-        self._kind = {"Q": kind.value}
-        self._logits, self._rows = logits, rows
-        self._num_rows, self._num_entries = len(rows.drafts), len(rows.first_rows)
-        self._num_blocks = num_blocks = triton.cdiv(logits.shape[1], BLOCK)
-        self.layout = Layout(self._num_rows, self._num_entries, checks, sampled is not None)
-        self.vector = torch.empty(self.layout.size, dtype=torch.float64, device=logits.device)
-        self._out = self.layout.parts(self.vector)
-        self._room = _Workspace(self._num_rows, self._num_entries, num_blocks, len(checks), logits.device)
-        self._filters = (rows.log_min_p, rows.top_k, rows.top_p)
-        self._floors = triton_floors(logits, rows.temperature, *self._filters)
-        self._target = (logits, rows.temperature, rows.greedy, self._room.facts, self._floors)
-        self._given = (*self._target, *q, rows.drafts)
-        self._mass_before = self._out.expected if sampled is None else sampled.mass_before
-        self._strides = (logits.stride(0), q[0].stride(0), self._num_rows)
-        self._settled = (self._out.num_accepted, self._out.token_ids)
-        self._blocked = {"NUM_BLOCKS": num_blocks, "VOCABULARY": logits.shape[1], "BLOCK": BLOCK}
-        self._by_row = {"NUM_BLOCKS": num_blocks, "PADDED": triton.next_power_of_2(num_blocks)}
+        layout = Layout(num_rows, num_entries, checks, sampled is not None)
 
-    def settle(self) -> None:
-        """Determine the drafts that survive, and the token after them."""
-        rows, room, num_rows = self._rows, self._room, self._num_rows
-        per_block = (num_rows, self._num_blocks)
-        kernels._reduce_blocks[per_block](
-            self._logits, rows.temperature, self._floors, room.maxima, self._logits.stride(0), num_rows, **self._blocked
+        def empty(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=logits.device)
+
+        vector = empty(layout.size)
+        out = layout.parts(vector)
+        # What the kernels hand to one another; `triton_vocabulary` says what lies where.
+        maxima = empty(kernels.NUM_FACTS, num_rows, num_blocks, dtype=torch.float32)
+        facts = empty(kernels.NUM_FACTS, num_rows, dtype=torch.float32)
+        sums, choices = empty(kernels.NUM_SUMS, num_rows, num_blocks), empty(2, num_rows, num_blocks)
+        drawn = empty(kernels.NUM_DRAWN, num_entries)
+        compared = empty(kernels.NUM_COMPARED, num_entries, num_blocks)
+        terms = empty(len(checks) + 1, num_rows)
+
+        filters = (rows.log_min_p, rows.top_k, rows.top_p)
+        floors = triton_floors(logits, rows.temperature, *filters)
+        target = (logits, rows.temperature, rows.greedy, facts, floors)
+        given = (*target, *q, rows.drafts)
+        strides, settled = (logits.stride(0), q[0].stride(0), num_rows), (out.num_accepted, out.token_ids)
+        of_kind, padded = {"Q": kind.value}, {"PADDED": triton.next_power_of_2(num_blocks)}
+        blocked = {"NUM_BLOCKS": num_blocks, "VOCABULARY": size, "BLOCK": BLOCK}
+        by_row = {"NUM_BLOCKS": num_blocks} | padded
+
+        # The drafts that survive, and the token after them.
+        kernels._reduce_blocks[num_rows, num_blocks](
+            *(logits, rows.temperature, floors, maxima, logits.stride(0), num_rows), **blocked
         )
-        kernels._find_facts[(num_rows,)](room.maxima, rows.temperature, room.facts, num_rows, **self._by_row)
-        kernels._sum_blocks[per_block](
-            *self._given, *self._filters, rows.checked, room.sums, *self._strides, **self._blocked, **self._kind
-        )
-        kernels._choose_blocks[per_block](
-            *self._target,
-            rows.entries,
-            rows.coupled,
-            rows.seeds,
-            rows.positions,
-            room.choices,
-            self._logits.stride(0),
-            num_rows,
-            **self._blocked,
+        kernels._find_facts[(num_rows,)](maxima, rows.temperature, facts, num_rows, **by_row)
+        kernels._sum_blocks[num_rows, num_blocks](*given, *filters, rows.checked, sums, *strides, **blocked, **of_kind)
+        kernels._choose_blocks[num_rows, num_blocks](
+            *(*target, rows.entries, rows.coupled, rows.seeds, rows.positions, choices, logits.stride(0), num_rows),
+            **blocked,
             num_warps=8,
         )
-        kernels._settle_entries[(self._num_entries,)](
-            *self._given,
-            rows.coupled,
-            room.choices,
-            room.sums,
-            rows.first_rows,
-            rows.counts,
-            rows.accept_uniforms,
-            rows.sample_uniforms,
-            *self._settled,
-            self._out.expected,
-            self._out.last_probs,
-            room.drawn,
-            *self._strides,
-            **(self._blocked | self._by_row),
-            **self._kind,
+        kernels._settle_entries[(num_entries,)](
+            *(*given, rows.coupled, choices, sums, rows.first_rows, rows.counts),
+            *(rows.accept_uniforms, rows.sample_uniforms, *settled, out.expected, out.last_probs, drawn, *strides),
+            **(blocked | padded | of_kind),
         )
-
-    def report(self, mode: LogprobsMode) -> None:
-        """Invariants and logprobs of every row."""
-        rows, room, out = self._rows, self._room, self._out
-        kernels._compare_blocks[(self._num_entries, self._num_blocks)](
-            *self._given,
-            *self._filters,
-            rows.checked,
-            rows.reported,
-            rows.first_rows,
-            *self._settled,
-            room.drawn,
-            room.compared,
-            *self._strides,
-            **self._blocked,
-            **self._kind,
+        # Invariants and logprobs of every row.
+        kernels._compare_blocks[num_entries, num_blocks](
+            *(*given, *filters, rows.checked, rows.reported, rows.first_rows, *settled, drawn, compared, *strides),
+            **blocked,
+            **of_kind,
         )
-        kernels._report_rows[(self._num_rows,)](
-            *self._given,
-            *self._filters,
-            rows.reported,
-            room.sums,
-            room.compared,
-            rows.entries,
-            rows.offsets,
-            *self._settled,
-            self._mass_before,
-            out.drafts,
-            out.broken,
-            out.values,
-            out.ranks,
-            out.draft_probs,
-            out.mass_before,
-            *self._strides,
-            self._num_entries,
-            MASS_ROUNDING,
-            VOCABULARY=self._logits.shape[1],
-            **self._by_row,
-            **self._kind,
-            PROCESSED=mode == "processed_logprobs",
+        kernels._report_rows[(num_rows,)](
+            *(*given, *filters, rows.reported, sums, compared, rows.entries, rows.offsets, *settled),
+            out.expected if sampled is None else sampled.mass_before,
+            *(out.drafts, out.broken, out.values, out.ranks, out.draft_probs, out.mass_before),
+            *(*strides, num_entries, MASS_ROUNDING),
+            VOCABULARY=size,
+            PROCESSED=self._mode == "processed_logprobs",
+            **by_row,
+            **of_kind,
         )
-
-    def take_terms(self) -> None:
-        """Those of the self-checks, summed up over the rows."""
-        rows, room, out = self._rows, self._room, self._out
-        kernels._take_terms[(self._num_rows,)](
-            *self._given,
-            room.sums,
-            room.compared,
-            room.drawn,
-            rows.entries,
-            rows.offsets,
-            *self._settled,
-            rows.checked,
-            rows.counted,
-            rows.coupled,
-            room.row_terms,
-            out.rows,
-            *self._strides,
-            self._num_entries,
-            **self._by_row,
-            **self._kind,
+        # The terms of the self-checks, summed up over the rows.
+        kernels._take_terms[(num_rows,)](
+            *(*given, sums, compared, drawn, rows.entries, rows.offsets, *settled),
+            *(rows.checked, rows.counted, rows.coupled, terms, out.rows, *strides, num_entries),
+            **by_row,
+            **of_kind,
         )
-        kernels._sum_terms[(len(room.row_terms),)](
-            rows.checked,
-            room.row_terms,
-            stakes_on(self._logits.device),
-            out.achievable,
-            out.sums,
-            self._num_rows,
+        kernels._sum_terms[(len(terms),)](
+            *(rows.checked, terms, stakes_on(logits.device), out.achievable, out.sums, num_rows),
             NUM_STAKES=len(STAKES),
             PADDED_STAKES=triton.next_power_of_2(len(STAKES)),
             LANES=_LANES,
         )
-
-
-class _Workspace:
-    """Memory in which the kernels hand results to one another; `triton_vocabulary` says what lies where."""
-
-    def __init__(self, num_rows: int, num_entries: int, num_blocks: int, num_checks: int, device: torch.device) -> None:
-        def empty(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        self.maxima = empty(kernels.NUM_FACTS, num_rows, num_blocks, dtype=torch.float32)
-        self.facts = empty(kernels.NUM_FACTS, num_rows, dtype=torch.float32)
-        self.sums = empty(kernels.NUM_SUMS, num_rows, num_blocks)
-        self.drawn = empty(kernels.NUM_DRAWN, num_entries)
-        self.choices = empty(2, num_rows, num_blocks)
-        self.compared = empty(kernels.NUM_COMPARED, num_entries, num_blocks)
-        self.row_terms = empty(num_checks + 1, num_rows)
+        return vector, layout

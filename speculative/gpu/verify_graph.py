@@ -6,7 +6,7 @@ and which entries are coupled are inputs, so there is one graph a bucket; and on
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from speculative.config import EngineConfig
 from speculative.drafting.neural_drafter import DraftModel
 from speculative.gpu.buckets import Bucket
 from speculative.gpu.buffers import GraphBuffers
-from speculative.gpu.capture import Capturer
+from speculative.gpu.capture import Captured, Capturer
 from speculative.gpu.filters import SamplingArrays, sampling_fields
 from speculative.gpu.logit_edits import EditSizes, LogitEdits, StepEdits
 from speculative.gpu.logprob_report import Reported
@@ -27,7 +27,6 @@ from speculative.gpu.row_judge import Layout, RowFields, SampledFrom
 from speculative.gpu.staged_inputs import Array, Field, StagedInputs
 from speculative.gpu.step_requests import StepRequests
 from speculative.model.decoder import Decoder
-from speculative.request import SamplingParams
 from speculative.sampling.draft_probs import columns_of
 from speculative.sampling.logprobs import LogprobRows
 from speculative.sampling.verify_rows import VerifyRows
@@ -86,11 +85,6 @@ class JudgedStep:
     terms: Terms | None
 
 
-class _Captured(NamedTuple):
-    inputs: StagedInputs
-    replay: Callable[[], tuple[Tensor, Layout]]
-
-
 class VerifyGraph:
     """Judges a step's drafts in one launch."""
 
@@ -113,9 +107,9 @@ class VerifyGraph:
         self._draft_ids = ids = None if draft_model is None else draft_model.ids
         self._columns = None if ids is None else columns_of(ids, decoder.config.vocab_size)
         self._params = SamplingArrays(decoder.config.vocab_size)
-        self._captured: dict[tuple[Bucket, Extras], _Captured] = {}
+        self._captured: dict[tuple[Bucket, Extras], Captured[tuple[Tensor, Layout]]] = {}
 
-    def prepare(self, bucket: Bucket, extras: Extras = NO_EXTRAS) -> _Captured:
+    def prepare(self, bucket: Bucket, extras: Extras = NO_EXTRAS) -> Captured[tuple[Tensor, Layout]]:
         """The captured function of a bucket of packed rows; captured now if it is new."""
         if (bucket, extras) not in self._captured:
             fields = _fields(bucket, self._decoder.config.vocab_size)
@@ -128,13 +122,17 @@ class VerifyGraph:
             _give_rows_to_nobodies(inputs.next_host(), num_rows=0, num_entries=0)
             inputs.send()
             replay = self._capturer.capture(lambda: self._compute(bucket, extras, inputs.on_device))
-            self._captured[bucket, extras] = _Captured(inputs, replay)
+            self._captured[bucket, extras] = Captured(inputs, replay)
         return self._captured[bucket, extras]
 
     def launch(self, bucket: Bucket, rows: JudgedRows) -> Callable[[], JudgedStep]:
         """Judge; what is returned waits for the results, and copies them to the host."""
-        params = rows.requests.params
-        extras = self._extras_of(rows, params)
+        params, reports, extras = rows.requests.params, rows.requests.reported, NO_EXTRAS
+        if rows.edits is not None or reports:
+            reported = Reported.asked_by(params)
+            if rows.edits is not None and reports and self._mode == "raw_logprobs":
+                reported = reported or Reported()  # the judge does not see the model's own logits
+            extras = Extras(reported, None if rows.edits is None else rows.edits.sizes)
         captured = self.prepare(bucket, extras)
         host = captured.inputs.next_host()
         verify_rows = VerifyRows.of(rows.step_input, self._ops.host)
@@ -168,15 +166,6 @@ class VerifyGraph:
             terms = Terms(layout.checks, found.sums, float(found.achievable[0]), found.rows[:, :num_rows])
         broken, drafts = (part[:num_rows].astype(np.int64) for part in (found.broken, found.drafts))
         return JudgedStep(verdicts, broken, drafts, logprobs, terms)
-
-    def _extras_of(self, rows: JudgedRows, params: Sequence[SamplingParams]) -> Extras:
-        reports = rows.requests.reported
-        if rows.edits is None and not reports:
-            return NO_EXTRAS
-        reported = Reported.asked_by(params)
-        if rows.edits is not None and reports and self._mode == "raw_logprobs":
-            reported = reported or Reported()  # the judge does not see the model's own logits
-        return Extras(reported, None if rows.edits is None else rows.edits.sizes)
 
     def _compute(self, bucket: Bucket, extras: Extras, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Layout]:
         logits = self._decoder.project(self._statics.hidden[inputs["places"]])  # [R, V]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from speculative.gpu.paged_attention import PagedAttention, PagedRows
+from speculative.gpu.paged_attention import KernelAttention, PagedRows
 from speculative.model.config import ModelConfig
 from speculative.model.layers import Attention, LayerOps, RMSNorm
 from speculative.model.rotary import Rope, Rotary
@@ -61,7 +61,7 @@ def test_rotations_are_torchs(
     found = []
     for ops in (triton, LayerOps()):
         cache = KVCache(KVShape(1, num_kv_heads, head_dim), 128, dtype=dtype, device=cuda)
-        attend = PagedAttention(cache, paged, lambda query, keys, values, rows: query)
+        attend = KernelAttention(cache, paged.slots, paged, lambda query, *_: query)
         query = ops.attend(rows, attention, ops.rotation(rotary, positions, rows), attend, 0)
         found.append((query, cache.data))
     for ours, expected in zip(*found, strict=True):

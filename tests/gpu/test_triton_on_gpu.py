@@ -11,8 +11,10 @@ from speculative.gpu.packed_attention import SendPacked
 from speculative.gpu.paged_attention import SPLIT_TOKENS, AttentionSizes, PagedRows
 from speculative.gpu.row_judge import RowFields
 from speculative.model.attention import StepAttention
+from speculative.model.config import PLAIN, ScoreRule
 from speculative.state.batch import AttentionRows
 from speculative.state.kv_cache import KVCache, KVShape
+from tests.speculative.gpu.test_paged_attention import scene
 from tests.support.drafted_rows import NUM_DRAFTS, OFFSET, assert_sampled, draft_scene
 from tests.support.edited_rows import ALL as EDITED_ROWS
 from tests.support.edited_rows import EOS, input_of, logits_of, masks_of, rows_of
@@ -25,40 +27,19 @@ pytestmark = pytest.mark.gpu
 BLOCK_SIZE, MAX_BLOCKS, MAX_QUERIES = 16, 128, 5
 SIZES = AttentionSizes(BLOCK_SIZE, MAX_QUERIES, MAX_BLOCKS)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+RULED = ScoreRule(window=300, cap=5.0)
 HEADS = [(9, 3, 64), (32, 8, 128), (16, 1, 80), (4, 4, 32)]
 
 
-def scene(
+def paged(
     cuda: torch.device, heads: tuple[int, int, int], contexts: list[int], num_queries: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, PagedRows]:
-    """Sequences with `num_queries` rows behind contexts of these lengths; one of -1 is padding.
-
-    What a sequence holds is a function of its length alone. Slots that nobody sees hold NaN.
-    """
-    num_heads, num_kv_heads, head_dim = heads
-    num_blocks = len(contexts) * MAX_BLOCKS + 1
-    cache = KVCache(KVShape(1, num_kv_heads, head_dim), num_blocks * BLOCK_SIZE, dtype=dtype, device=cuda)
-    cache.data.fill_(torch.nan)
-    blocks = torch.full((len(contexts), MAX_BLOCKS), num_blocks - 1)
-    visible = torch.zeros((len(contexts), num_queries), dtype=torch.int64)
-    query = torch.zeros((len(contexts), num_queries, num_heads, head_dim))
-    for index, length in enumerate(contexts):
-        if length < 0:
-            continue
-        random = torch.Generator().manual_seed(length)
-        used = -(-(length + num_queries) // BLOCK_SIZE)
-        own = torch.randperm(MAX_BLOCKS, generator=random)[:used] + index * MAX_BLOCKS
-        blocks[index, :used] = own
-        slots = (own[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()[: length + num_queries]
-        drawn = torch.randn((2, MAX_BLOCKS * BLOCK_SIZE, num_kv_heads, head_dim), generator=random)
-        cache.data[0, :, slots.to(cuda)] = drawn[:, : length + num_queries].to(cuda, dtype)
-        visible[index] = torch.arange(length + 1, length + num_queries + 1)
-        query[index] = torch.randn((MAX_QUERIES, num_heads, head_dim), generator=random)[:num_queries]
-    keys, values = cache.data[0].unbind(0)
-    rows = PagedRows(
-        torch.zeros(visible.numel(), dtype=torch.int64, device=cuda), *(visible.flatten().to(cuda), blocks.to(cuda))
-    )
-    return query.flatten(0, 1).to(cuda, dtype), keys, values, rows
+    """Sequences with `num_queries` rows behind contexts of these lengths; one of -1 is padding."""
+    rows = [(length, num_queries) if length >= 0 else (0, 0) for length in contexts]
+    *tensors, paged_rows = scene(heads, rows, num_queries, dtype, max_blocks=MAX_BLOCKS)
+    query, keys, values = (tensor.to(cuda) for tensor in tensors)
+    places = (paged_rows.slots, paged_rows.visible, paged_rows.blocks)
+    return query, keys, values, PagedRows(*(place.to(cuda) for place in places))
 
 
 # A sum in float16 would be off by 2.4e-4 and more. Tensor cores cut off what float32 does not hold, where others round:
@@ -77,9 +58,9 @@ def test_the_kernels_agree_with_torch(cuda: torch.device, heads: tuple[int, int,
     from speculative.gpu.triton_attention import TritonAttend
 
     contexts = [0, 1, 15, 16, SPLIT_TOKENS - 3, SPLIT_TOKENS, 1000, -1, 2000]
-    for num_queries in (1, 2, 4, MAX_QUERIES):
-        arguments = scene(cuda, heads, contexts, num_queries, dtype)
-        found, expected = TritonAttend(SIZES)(*arguments), TorchAttend(BLOCK_SIZE)(*arguments)
+    for num_queries, rule in ((1, PLAIN), (2, RULED), (4, PLAIN), (MAX_QUERIES, RULED), (MAX_QUERIES, PLAIN)):
+        arguments = paged(cuda, heads, contexts, num_queries, dtype)
+        found, expected = TritonAttend(SIZES)(*arguments, rule), TorchAttend(BLOCK_SIZE)(*arguments, rule)
         assert (found.float() - expected.float()).abs().max() < TOLERANCE[dtype]
 
 
@@ -91,13 +72,14 @@ def test_a_rows_bits_depend_on_neither_neighbours_nor_padding(
     from speculative.gpu.triton_attention import TritonAttend
 
     attend, contexts = TritonAttend(SIZES), [700, 3, -1, 1500, 255, 256]
-    whole = attend(*scene(cuda, heads, contexts, MAX_QUERIES, dtype)).unflatten(0, (-1, MAX_QUERIES))
-    again = attend(*scene(cuda, heads, contexts, MAX_QUERIES, dtype)).unflatten(0, (-1, MAX_QUERIES))
-    assert torch.equal(whole, again), "two runs give the same bits"
-    for index in (0, 3, 4, 5):
-        for num_queries in (1, 3, MAX_QUERIES):
-            alone = attend(*scene(cuda, heads, [contexts[index]], num_queries, dtype))
-            assert torch.equal(alone, whole[index, :num_queries])
+    for rule in (PLAIN, RULED):
+        whole, again = (attend(*paged(cuda, heads, contexts, MAX_QUERIES, dtype), rule) for _ in range(2))
+        assert torch.equal(whole, again), "two runs give the same bits"
+        for index in (0, 3, 4, 5):
+            for num_queries in (1, 3, MAX_QUERIES):
+                alone = attend(*paged(cuda, heads, [-1] * index + [contexts[index]], num_queries, dtype), rule)
+                own = whole.unflatten(0, (-1, MAX_QUERIES))[index, :num_queries]
+                assert torch.equal(alone[-num_queries:], own)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -116,7 +98,7 @@ def test_prompts_and_chunks_are_attended_as_torch_does(
     query = torch.randn((3000, num_heads, head_dim), generator=random, device=cuda).to(dtype)
     own = np.random.default_rng(0).permutation(400)
 
-    def attended(chunks: list[tuple[int, int, int]]) -> list[Tensor]:
+    def attended(chunks: list[tuple[int, int, int]], rule: ScoreRule) -> list[Tensor]:
         """Of (first block, positions before, rows), by both; the query of a row is that of its position."""
         contexts = [
             (own[block:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(-1)[: before + count]
@@ -126,12 +108,14 @@ def test_prompts_and_chunks_are_attended_as_torch_does(
         starts = np.cumsum([0, *(count for *_, count in chunks)])
         rows = AttentionRows(np.concatenate(slots), starts, tuple(contexts))
         given = torch.cat([query[before : before + count] for _, before, count in chunks])
-        return [attend.attend_stored(0, given) for attend in (send(cache, rows)[0], StepAttention(cache, rows))]
+        return [attend.attend_stored(0, given, rule) for attend in (send(cache, rows)[0], StepAttention(cache, rows))]
 
-    found, expected = attended([(0, 0, 2000), (130, 1000, 515), (230, 0, 1), (231, 40, 60)])
-    assert (found.float() - expected.float()).abs().max() < TOLERANCE[dtype]
-    parts = [attended([(5, 3, 70), (0, begin, end - begin)])[0][70:] for begin, end in ((0, 777), (777, 2000))]
-    assert torch.equal(torch.cat(parts), found[:2000])
+    for rule in (PLAIN, RULED):
+        found, expected = attended([(0, 0, 2000), (130, 1000, 515), (230, 0, 1), (231, 40, 60)], rule)
+        assert (found.float() - expected.float()).abs().max() < TOLERANCE[dtype]
+        cuts = ((0, 777), (777, 2000))
+        parts = [attended([(5, 3, 70), (0, begin, end - begin)], rule)[0][70:] for begin, end in cuts]
+        assert torch.equal(torch.cat(parts), found[:2000])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

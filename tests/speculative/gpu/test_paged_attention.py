@@ -14,7 +14,6 @@ from tests.support.triton_interpreter import needs_triton
 CPU = torch.device("cpu")
 BLOCK_SIZE, MAX_BLOCKS, MAX_QUERIES = 16, 40, 5
 SIZES = AttentionSizes(BLOCK_SIZE, MAX_QUERIES, MAX_BLOCKS)
-NUM_SLOTS = (5 * MAX_BLOCKS + 1) * BLOCK_SIZE  # the last block is the trash block
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3}
 HEADS = [(4, 4, 16), (6, 2, 64), (3, 1, 80)]
 DTYPES = [torch.float32, torch.float16, torch.float32]  # the interpreter multiplies bfloat16's bit patterns
@@ -31,7 +30,12 @@ def attend(poisoned: None) -> AttendPaged:
 
 
 def scene(
-    heads: tuple[int, int, int], contexts: list[tuple[int, int]], num_queries: int, dtype: torch.dtype, first: int = 0
+    heads: tuple[int, int, int],
+    contexts: list[tuple[int, int]],
+    num_queries: int,
+    dtype: torch.dtype,
+    first: int = 0,
+    max_blocks: int = MAX_BLOCKS,
 ) -> tuple[Tensor, Tensor, Tensor, PagedRows]:
     """Query, keys, values and rows of sequences given as (positions before, rows); all that nobody sees is NaN. Each is
     a part of a wider tensor.
@@ -39,20 +43,21 @@ def scene(
     What a sequence holds depends on its place in the list alone, so scenes can be compared.
     """
     num_heads, num_kv_heads, head_dim = heads
-    keys, values = (of_wider(torch.full((NUM_SLOTS, num_kv_heads, head_dim), torch.nan, dtype=dtype)) for _ in range(2))
+    num_slots = (len(contexts) * max_blocks + 1) * BLOCK_SIZE  # the last block is the trash block
+    keys, values = (of_wider(torch.full((num_slots, num_kv_heads, head_dim), torch.nan, dtype=dtype)) for _ in range(2))
     query = of_wider(torch.full((len(contexts) * num_queries, num_heads, head_dim), torch.nan, dtype=dtype))
-    blocks = torch.full((len(contexts), MAX_BLOCKS + 3), NUM_SLOTS // BLOCK_SIZE - 1)[:, :-3]
+    blocks = torch.full((len(contexts), max_blocks + 3), num_slots // BLOCK_SIZE - 1)[:, :-3]
     visible = torch.zeros(len(contexts) * num_queries, dtype=torch.int64)
-    slots = torch.full_like(visible, NUM_SLOTS - 1)
+    slots = torch.full_like(visible, num_slots - 1)
     for index, (before, count) in enumerate(contexts):
         random = torch.Generator().manual_seed(index)
         length = before + count
         used = -(-length // BLOCK_SIZE)
-        own = torch.randperm(MAX_BLOCKS, generator=random)[:used] + index * MAX_BLOCKS
+        own = torch.randperm(max_blocks, generator=random)[:used] + index * max_blocks
         blocks[index, :used] = own
         places = (own[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()[:length]
         for part in (keys, values):
-            drawn = torch.randn((MAX_BLOCKS * BLOCK_SIZE, num_kv_heads, head_dim), generator=random)
+            drawn = torch.randn((max_blocks * BLOCK_SIZE, num_kv_heads, head_dim), generator=random)
             part[places[first:]] = drawn[first:length].to(dtype)
         begin = index * num_queries
         queries = torch.randn((MAX_QUERIES, num_heads, head_dim), generator=random)
@@ -64,16 +69,6 @@ def scene(
 
 def expected_of(query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, rule: ScoreRule = PLAIN) -> Tensor:
     return TorchAttend(BLOCK_SIZE)(query.float(), keys, values, rows, rule)
-
-
-def hide_what_nobody_sees(arguments: tuple[Tensor, Tensor, Tensor, PagedRows], window: int) -> None:
-    """Keys and values before all windows of a sequence become NaN."""
-    _, keys, values, rows = arguments
-    for table, visible in zip(rows.blocks, rows.visible.view(len(rows.blocks), -1), strict=True):
-        first = int(visible[visible > 0].min()) - window if visible.any() else 0
-        positions = torch.arange(max(first, 0))
-        places = table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-        keys[places] = values[places] = torch.nan
 
 
 @pytest.mark.parametrize(("heads", "dtype"), list(zip(HEADS, DTYPES, strict=True)))
@@ -89,23 +84,30 @@ def test_every_row_sees_its_own_past_and_nothing_else(
     assert torch.equal(found[~live], torch.zeros_like(found[~live])), "rows that stand for nothing give zeros"
 
 
-@pytest.mark.parametrize("window", [1, 4, BLOCK_SIZE, SPLIT_TOKENS + 1])
-def test_a_row_sees_what_lies_in_its_own_window(
-    attend: AttendPaged, monkeypatch: pytest.MonkeyPatch, window: int
+@pytest.mark.parametrize(
+    ("num_parts", "window", "first"),
+    [(1, None, 0), (2, None, 0), (32, None, 0), (2, SPLIT_TOKENS + 1, 1), (2, BLOCK_SIZE, 0), (32, 4, 0), (32, 1, 1)],
+)
+def test_a_row_sees_its_own_window_alone_and_in_company_in_any_number_of_parts(
+    attend: AttendPaged, monkeypatch: pytest.MonkeyPatch, num_parts: int, window: int | None, first: int
 ) -> None:
-    """Whatever its neighbours' are, and however many parts there are; nothing else is read."""
-    rule, heads, found = ScoreRule(window=window), (3, 1, 80), []
-    for first, num_parts in ((1, 2), (0, 32)):
-        monkeypatch.setattr("speculative.gpu.paged_attention._MOST_PARTS", num_parts)
-        arguments = scene(heads, CONTEXTS, 5, torch.float32, first)
-        hide_what_nobody_sees(arguments, window)
-        live = arguments[3].visible > first
-        found.append(attend(*arguments, rule))
-        assert (found[-1] - expected_of(*arguments, rule))[live].abs().max() < TOLERANCE[torch.float32]
-    last = [5 * index + count - 1 for index, (_, count) in enumerate(CONTEXTS[:4])]
-    alone = scene(heads, [(before + count - 1, 1) for before, count in CONTEXTS[:4]], 1, torch.float32)
-    alone[0].copy_(arguments[0][last])
-    assert torch.equal(attend(*alone, rule), found[-1][last])
+    """To the same bits; and nothing else is read."""
+    monkeypatch.setattr("speculative.gpu.paged_attention._MOST_PARTS", num_parts)
+    heads, rule = (3, 1, 80), ScoreRule(window=window)
+    arguments = scene(heads, CONTEXTS, 5, torch.float32, first)
+    _, keys, values, rows = arguments
+    for table, visible in zip(rows.blocks, rows.visible.view(-1, 5), strict=True):
+        unseen = torch.arange(max(0, int(visible[0]) - (window or SIZES.max_blocks * BLOCK_SIZE)))
+        places = table[unseen // BLOCK_SIZE] * BLOCK_SIZE + unseen % BLOCK_SIZE
+        keys[places] = values[places] = torch.nan
+    whole, live = attend(*arguments, rule), rows.visible > first
+    assert (whole - expected_of(*arguments, rule))[live].abs().max() < TOLERANCE[torch.float32]
+    for index in (1, 3):
+        before, count = CONTEXTS[index]
+        for some in (1, count):  # the last rows
+            alone = scene(heads, [(0, 0)] * index + [(before + count - some, some)], some, torch.float32, first)
+            alone[0][-some:] = arguments[0][5 * index + count - some : 5 * index + count]
+            assert torch.equal(attend(*alone, rule)[-some:], whole[5 * index + count - some : 5 * index + count])
 
 
 @pytest.mark.parametrize(("rule", "lift"), [(ScoreRule(cap=5.0, scale=0.3), 1.0), (ScoreRule(cap=50.0), 1e4)])
@@ -122,30 +124,6 @@ def test_positions_below_the_first_do_not_exist(attend: AttendPaged) -> None:
     live = arguments[3].visible > 0
     assert (found - expected_of(*arguments))[live].abs().max() < TOLERANCE[torch.float32]
     assert not found[6].any(), "its only position does not exist"
-
-
-def test_the_kernels_bits_depend_on_neither_neighbours_nor_padding(attend: AttendPaged) -> None:
-    heads = (3, 1, 64)
-    whole = attend(*scene(heads, CONTEXTS, 5, torch.float32)).unflatten(0, (-1, 5))
-    for index in (1, 3):
-        before, count = CONTEXTS[index]
-        alone = scene(heads, [(0, 0)] * index + [(before, count)], count, torch.float32)
-        found = attend(*alone).unflatten(0, (-1, count))
-        assert torch.equal(found[index, :count], whole[index, :count])
-
-
-@pytest.mark.parametrize("num_parts", [1, 2])
-def test_a_part_has_several_splits_of_a_context_that_is_long(
-    attend: AttendPaged, monkeypatch: pytest.MonkeyPatch, num_parts: int
-) -> None:
-    monkeypatch.setattr("speculative.gpu.paged_attention._MOST_PARTS", num_parts)
-    heads = (3, 1, 64)
-    arguments = scene(heads, CONTEXTS, 5, torch.float32)
-    whole, live = attend(*arguments), arguments[3].visible > 0
-    assert (whole - expected_of(*arguments))[live].abs().max() < TOLERANCE[torch.float32]
-    before, count = CONTEXTS[3]
-    alone = attend(*scene(heads, [(0, 0)] * 3 + [(before, count)], count, torch.float32))
-    assert torch.equal(alone[-count:], whole.unflatten(0, (-1, 5))[3, :count])
 
 
 def test_the_kernels_bits_depend_on_no_number_of_programs(attend: AttendPaged, monkeypatch: pytest.MonkeyPatch) -> None:

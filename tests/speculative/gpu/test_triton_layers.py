@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculative.gpu.paged_attention import PagedAttention, PagedRows
+from speculative.gpu.paged_attention import KernelAttention, PagedRows
 from speculative.model.attention import CacheAttention
 from speculative.model.config import ModelConfig
 from speculative.model.fp8 import E4M3, Fp8Rows, quantize_rows
@@ -200,11 +200,12 @@ def test_rotation_and_storing(
 IDS, POSITIONS = torch.tensor([5, 6, 7, 8, 9, 0]), torch.tensor([0, 1, 2, 0, 1, 0])
 
 
-def two_sequences(config: ModelConfig) -> PagedAttention:
+def two_sequences(config: ModelConfig) -> KernelAttention[PagedRows]:
     """Over an empty cache; the last row stands for nothing."""
     slots, blocks = torch.tensor([0, 1, 2, 12, 13, 20]), torch.tensor([[0, 2], [3, 1]])
     cache = KVCache(config.kv_shape, 24, dtype=torch.float32, device=CPU)
-    return PagedAttention(cache, PagedRows(slots, torch.tensor([1, 2, 3, 1, 2, 0]), blocks), TorchAttend(4))
+    rows = PagedRows(slots, torch.tensor([1, 2, 3, 1, 2, 0]), blocks)
+    return KernelAttention(cache, slots, rows, TorchAttend(4))
 
 
 @pytest.mark.usefixtures("rounded_fp8")
