@@ -1,6 +1,7 @@
 """Facts about a checkpoint that this engine reads by itself: which one it is, and how long its sequences may be."""
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -31,9 +32,11 @@ def why_not_ours(folder: Path, engine_args: Mapping[str, Any]) -> str | None:
         if name in engine_args:
             return f"vllm.engine_args.{name} is set"
     try:
-        ModelConfig.from_folder(folder)
+        model = ModelConfig.from_folder(folder)
     except ConfigError as error:
         return str(error)
+    if model.rope.most_positions < math.inf:
+        return "LongRoPE has other factors there, where requests may be longer than the model's original context"
     return "its weights are FP8" if quantization_of(folder) else None
 
 

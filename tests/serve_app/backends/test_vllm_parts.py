@@ -460,6 +460,15 @@ def test_a_checkpoint_reports_its_longest_sequence_and_what_ends_it(tmp_path: Pa
     assert checkpoint.eos_token_ids(tmp_path) == (2, 7)
 
 
+def test_longrope_is_not_replayed_by_our_engine(tmp_path: Path) -> None:
+    """vLLM takes the factors for long texts for all of them, once its requests may be long."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    for number, own in enumerate(({}, {"rope_parameters": rope, "original_max_position_embeddings": 64})):
+        reason = checkpoint.why_not_ours(write_tiny_model(tmp_path / str(number), "phi3", **own), {})
+        assert reason is None if not own else "LongRoPE" in str(reason)
+
+
 def test_weights_of_another_model_are_reported_apart(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in "ab"]
     for number, folder in enumerate(folders):
