@@ -82,8 +82,10 @@ def longest_sequence(model: ModelConfig, config: EngineConfig) -> int:
     if config.max_model_len is None:
         return min(positions, config.kv_cache_tokens or positions)
     if config.max_model_len > positions:
+        short = " (those of LongRoPE's `short_factor`; its `long_factor` is not used)"
         raise ConfigError(
-            f"max_model_len is {config.max_model_len}, but the model has {positions} positions; lower max_model_len."
+            f"max_model_len is {config.max_model_len}, but the model has {positions} positions"
+            f"{short if positions == model.rope.most_positions else ''}; lower max_model_len."
         )
     return config.max_model_len
 
