@@ -32,7 +32,9 @@ class Formatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """The line, without its line end."""
-        at, trouble = _utc(record.created), self.formatException(record.exc_info) if record.exc_info else ""
+        whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        at = f"{whole}.{int(record.created % 1 * 1e6):06d}Z"
+        trouble = self.formatException(record.exc_info) if record.exc_info else ""
         known = {
             "replica": self._replica,
             "request_id": tracing.request_id() or getattr(record, "request_id", ""),  # Ray Serve's own lines have it
@@ -70,8 +72,3 @@ def _printable(line: str) -> str:
     if line.isprintable():
         return line
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in line)
-
-
-def _utc(seconds: float) -> str:
-    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
-    return f"{whole}.{int(seconds % 1 * 1e6):06d}Z"

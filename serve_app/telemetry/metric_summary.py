@@ -28,37 +28,35 @@ class MetricSummary(TypedDict):
 def summarise(text: str) -> MetricSummary:
     """Sum a Prometheus text over models, pools and replicas, and make the ratios. Raises ValueError: the text is not in
     Prometheus' format."""
-    totals: dict[str, float] = {}
-    by_result: dict[str, float] = {}
-    verdicts: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.labels.get("stratum", "all") != "all":
-                continue  # strata overlap
-            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
-            if sample.name == "truespec_handoffs_total":
-                result = sample.labels["result"]
-                by_result[result] = by_result.get(result, 0.0) + sample.value
-            elif sample.name == "truespec_verdicts_total":
-                verdict = sample.labels["verdict"]
-                verdicts[verdict] = verdicts.get(verdict, 0.0) + sample.value
-    drafts = totals.get("truespec_drafts_total", 0.0)
-    drafted = totals.get("truespec_draft_tokens_total", 0.0)
-    accepted = totals.get("truespec_accepted_tokens_total", 0.0)
-    replayed = totals.get("truespec_replay_tokens_total", 0.0)
-    excess = totals.get("truespec_replay_tme_excess_total", 0.0)
+    families = text_string_to_metric_families(text)
+    samples = [
+        sample for family in families for sample in family.samples if sample.labels.get("stratum", "all") == "all"
+    ]
+
+    def by(name: str, label: str = "") -> dict[str, float]:
+        found: dict[str, float] = {}
+        for sample in samples:  # strata overlap, so that only `all` is counted
+            if sample.name == f"truespec_{name}_total":
+                value = sample.labels.get(label, "")
+                found[value] = found.get(value, 0.0) + sample.value
+        return found
+
+    def total(name: str) -> float:
+        return sum(by(name).values())
+
+    drafts, drafted, accepted = total("drafts"), total("draft_tokens"), total("accepted_tokens")
+    replayed = total("replay_tokens")
     return MetricSummary(
         drafts=drafts,
         draft_tokens=drafted,
         accepted_tokens=accepted,
-        emitted_tokens=totals.get("truespec_emitted_tokens_total", 0.0),
+        emitted_tokens=total("emitted_tokens"),
         acceptance_rate=accepted / drafted if drafted else None,
         mean_accepted_length=1 + accepted / drafts if drafts else None,
         replayed_tokens=replayed,
-        tme=1 + excess / replayed if replayed else None,
-        selfcheck_terms=totals.get("truespec_selfcheck_terms_total", 0.0),
-        selfcheck_alarms=totals.get("truespec_selfcheck_alarms_total", 0.0)
-        + totals.get("truespec_replay_alarms_total", 0.0),
-        verdicts=verdicts,
-        handoffs_by_result=by_result,
+        tme=1 + total("replay_tme_excess") / replayed if replayed else None,
+        selfcheck_terms=total("selfcheck_terms"),
+        selfcheck_alarms=total("selfcheck_alarms") + total("replay_alarms"),
+        verdicts=by("verdicts", "verdict"),
+        handoffs_by_result=by("handoffs", "result"),
     )

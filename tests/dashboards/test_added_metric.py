@@ -8,43 +8,28 @@ from tests.support.changed_tree import changed_tree, run_in, with_added
 from tests.support.project_files import ROOT
 
 CHANGES = {  # file -> behind what, and what
-    "serve_app/telemetry/metric_names.py": [
-        (
-            "    # Weights and build\n",
-            """    _counter("tea_breaks_total", "Breaks that a replica took.", lambda s: {"long": s.num_steps}, length={
+    "serve_app/telemetry/metric_names.py": [("    # Weights and build\n", """\
+    _counter("tea_breaks_total", "Breaks that a replica took.", lambda s: {"long": s.num_steps}, length={
         "long": "of ten minutes",
         "short": "of five",
     }),
-""",
-        )
-    ],
-    "dashboards/serving.py": [
-        (
-            '    Row("First token", (\n',
-            """        Panel("Breaks for tea", "By length.",
+""")],
+    "dashboards/serving.py": [('    Row("First token", (\n', """\
+        Panel("Breaks for tea", "By length.",
             (Query(PAGE.rate("tea_breaks_total", "length"), "{{length}}"),)),
-""",
-        ),
-        (
-            "\nALERTS = (\n",
-            """    Alert("TruespecTooMuchTea", "info", "1m", wrong="no", note="but cold", threshold=3,
+"""), ("\nALERTS = (\n", """\
+    Alert("TruespecTooMuchTea", "info", "1m", wrong="no", note="but cold", threshold=3,
         expr=f"{IN_15M.events('tea_breaks_total', 'length')} > {THRESHOLD}",
         summary="{{ $labels.model_name }} takes {{ $labels.length }} breaks.",
         means="Somebody drinks tea.", look="The kitchen.", do="Hide the kettle.", commands=(shell.PODS,)),
-""",
-        ),
-    ],
-    "tests/support/rule_cases.py": [
-        (
-            "    *_event_cases(),\n",
-            """    *_of("TooMuchTea",
+""")],
+    "tests/support/rule_cases.py": [("    *_event_cases(),\n", """\
+    *_of("TooMuchTea",
         ("four", {"tea_breaks_total length=long": "0x10 4x20"}, "15m",
          Fires("tiny takes long breaks.", {"length": "long"})),
         ("two", {"tea_breaks_total length=long": "0x10 2x20"}, "15m")),
-""",
-        )
-    ],
-}
+""")],
+}  # fmt: skip
 READ = """
 import json, re, shutil, tempfile
 from pathlib import Path
