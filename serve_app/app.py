@@ -8,7 +8,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from serve_app.config.app_config import AppConfig, RouterSection
+from serve_app.config.app_config import AppConfig
 from serve_app.config.base import PoolName
 from serve_app.config.files import parse_args
 from serve_app.config.serve_file import HA_PROXY
@@ -45,9 +45,17 @@ def build(config: AppConfig) -> Application:
     if config.topology == "disaggregated":
         prefill = serve.deployment(**_options(config, "prefill"))(PrefillServer).bind(config)
     pool, server = config.decoding_pool, MonolithServer if prefill is None else DecodeServer
-    if config.router is not None:  # in front of the decoding pool, which keeps its name
+    if (router := config.router) is not None:  # in front of the decoding pool, which keeps its name
         decoding = serve.deployment(name=server.__name__, **_options(config, pool))
-        routing = serve.deployment(**_router_options(config, config.router))
+        routing = serve.deployment(
+            **_shared_options(config, config.pool(pool).most_replicas),
+            num_replicas=router.replicas,
+            ray_actor_options={
+                "num_cpus": router.num_cpus,
+                "label_selector": router.label_selector,
+                "runtime_env": {"env_vars": _thread_environment(1) | ONLY_GIVEN_GPUS},
+            },
+        )
         workers = decoding(DecodeWorker).bind(config, pool, prefill)
         return routing(StreamRouter).bind(config, workers, controller)
     others = (controller,) if prefill is None else (prefill, controller)
@@ -103,17 +111,6 @@ def _shared_options(config: AppConfig, num_engines: int) -> dict[str, Any]:
         "backpressure_config": {"status_code": 429, "retry_after_s": _PROXY_RETRY_AFTER_S},
         "graceful_shutdown_timeout_s": limits.request_timeout_s,
         "logging_config": _logging(config),
-    }
-
-
-def _router_options(config: AppConfig, router: RouterSection) -> dict[str, Any]:
-    return _shared_options(config, config.pool(config.decoding_pool).most_replicas) | {
-        "num_replicas": router.replicas,
-        "ray_actor_options": {
-            "num_cpus": router.num_cpus,
-            "label_selector": router.label_selector,
-            "runtime_env": {"env_vars": _thread_environment(1) | ONLY_GIVEN_GPUS},
-        },
     }
 
 

@@ -121,7 +121,11 @@ def run_demo(
     service: Service, progress: Callable[[str], None], on_text: Callable[[str], None], admin_token: str | None = None
 ) -> dict[str, Any]:
     """Ask, measure speculation on against off on the same tasks, wait for what was answered to be checked, and with an
-    operator's token, have a replica rehearse a fault. Returns figures for JSON; rates are the service's own metrics."""
+    operator's token, have a replica rehearse a fault. Returns figures for JSON; rates are the service's own metrics.
+
+    Raises:
+        ServiceError: the service refused something, or nothing was replayed in time.
+    """
     progress(f"asking: {QUESTION}")
     answer = service.chat(QUESTION, on_text=on_text, max_tokens=_MAX_TOKENS, temperature=0)
     on_text("\n")
@@ -136,7 +140,13 @@ def run_demo(
             answers[task.name].append((ask(speculate=False), on_first or ask()))
     others_cores = others.cores()
     progress("waiting for the answers to be computed again and compared")
-    metrics = _wait_for_replay(service)
+    metrics, seen, deadline = service.metrics(), -1.0, time.monotonic() + _REPLAY_WAIT_S
+    while not 0 < metrics["replayed_tokens"] == seen:
+        if time.monotonic() > deadline:
+            raise ServiceError(f"No request was replayed within {_REPLAY_WAIT_S:.0f} s; is replay.sample_rate above 0?")
+        seen = metrics["replayed_tokens"]
+        time.sleep(2.0)
+        metrics = service.metrics()
     verdicts = {name: int(count) for name, count in metrics["verdicts"].items()}
     counted = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in verdicts.items() if count)
     on_text(f"\nAnswers computed again without speculation: {counted}.\n\n")
@@ -222,20 +232,3 @@ def _speed(name: str, pairs: Sequence[tuple[ChatAnswer, ChatAnswer]]) -> dict[st
 
 def _ratio(off: float, on: float) -> float:
     return on / off if off else 0.0
-
-
-def _wait_for_replay(service: Service) -> MetricSummary:
-    """The metrics, once no more replays are on their way.
-
-    Raises:
-        ServiceError: nothing was replayed in time.
-    """
-    deadline = time.monotonic() + _REPLAY_WAIT_S
-    seen = -1.0
-    while time.monotonic() < deadline:
-        metrics = service.metrics()
-        if metrics["replayed_tokens"] > 0 and metrics["replayed_tokens"] == seen:
-            return metrics
-        seen = metrics["replayed_tokens"]
-        time.sleep(2.0)
-    raise ServiceError(f"No request was replayed within {_REPLAY_WAIT_S:.0f} s; is replay.sample_rate above 0?")

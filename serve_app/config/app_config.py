@@ -6,6 +6,7 @@ fix. The engine's own settings, `speculative.config.EngineConfig`, are made from
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -482,7 +483,16 @@ class AppConfig(Section):
                     f"({field}): set it to auto.",
                 )
             elif self.engine.kind == "vllm" and num_gpus > 0:
-                yield from self._device_errors(field, num_gpus)
+                with suppress(ConfigError):  # of arguments, which is reported with the engine's settings
+                    ranks = self.ranks
+                    # Each rank takes a GPU of its own; a single one may share it.
+                    if num_gpus != ranks.number and not (ranks.number == 1 and num_gpus < 1 and not ranks.by_ray):
+                        stages = f" times pipeline_parallel_size {ranks.pipeline}" if ranks.pipeline > 1 else ""
+                        yield FieldError(
+                            field,
+                            f"is {num_gpus:g}, but vllm.engine_args.tensor_parallel_size is {ranks.tensor}{stages}: "
+                            "set one to the other.",
+                        )
             elif self.drafter.tree and num_gpus > 0:
                 yield FieldError(
                     "drafter.tree",
@@ -495,20 +505,6 @@ class AppConfig(Section):
                     f"is true, and {field} is 0: a CPU has no graphs. Remove it; on a GPU, steps are captured without "
                     "it.",
                 )
-
-    def _device_errors(self, field: str, num_gpus: float) -> Iterator[FieldError]:
-        """Each rank of vLLM's takes a GPU of its own; a single one may share it."""
-        try:
-            ranks = self.ranks
-        except ConfigError:
-            return  # reported with the engine's settings
-        if num_gpus != ranks.number and not (ranks.number == 1 and num_gpus < 1 and not ranks.by_ray):
-            stages = f" times pipeline_parallel_size {ranks.pipeline}" if ranks.pipeline > 1 else ""
-            yield FieldError(
-                field,
-                f"is {num_gpus:g}, but vllm.engine_args.tensor_parallel_size is {ranks.tensor}{stages}: set one to the "
-                "other.",
-            )
 
     def _rank_errors(self) -> Iterator[FieldError]:
         """Return what does not go together with ranks on several nodes, or of several stages."""

@@ -52,18 +52,14 @@ class AutoscalingSection(_Scaling):
                 raise FieldError(name, f"has no effect with policy {self.policy}; remove it or change policy.")
         return self
 
-    def targets(self, pool: PoolName) -> dict[str, float]:
-        """Return what a replica of a pool should have at most, by the names under which it records its load."""
-        if pool == "prefill":
-            return {"backlog_s": self.target_backlog_s}
-        return {"kv_usage": self.target_kv_usage, "running_share": self.target_running_share}
-
     def serve_options(self, pool: PoolName) -> dict[str, Any]:
         """Ray Serve's `autoscaling_config`."""
         options = self.model_dump(include=set(_Scaling.model_fields)) | {"metrics_interval_s": 1.0}
         if self.policy == "load":
-            targets = {"targets": self.targets(pool)}
-            options["policy"] = {"policy_function": LOAD_POLICY, "policy_kwargs": targets}
+            most = {"kv_usage": self.target_kv_usage, "running_share": self.target_running_share}
+            if pool == "prefill":
+                most = {"backlog_s": self.target_backlog_s}
+            options["policy"] = {"policy_function": LOAD_POLICY, "policy_kwargs": {"targets": most}}
         return options
 
 
