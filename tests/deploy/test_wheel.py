@@ -79,12 +79,6 @@ def test_its_description_leads_to_the_repository(wheel: Path) -> None:
     assert metadata["Version"] == project["version"] and metadata["License-Expression"] == "Apache-2.0"
 
 
-def test_an_image_is_built_from_the_same_packages() -> None:
-    lines = (ROOT / ".dockerignore").read_text().splitlines()
-    taken = {line.removeprefix("!") for line in lines if line.startswith("!")}
-    assert taken == {*PACKAGES, "docs/runbooks.md", "pyproject.toml", "README.md", "LICENSE"} and "*" in lines
-
-
 @pytest.fixture(scope="module")
 def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("unpacked")

@@ -30,6 +30,10 @@ def monitor(**fields: Any) -> dict[str, Any]:
     return {"monitoring": {"podMonitor": {"enabled": True} | fields}}
 
 
+def watching(**fields: Any) -> dict[str, Any]:
+    return {"watch": {"enabled": True, "only": True, "url": "http://vllm.models:8000"} | fields}
+
+
 def alert(name: str, **fields: Any) -> dict[str, Any]:
     return {"monitoring": {"prometheusRule": {"alerts": {name: fields}}}}
 
@@ -151,6 +155,24 @@ BAD: dict[str, dict[str, Any]] = {
         {"networkPolicy": {"allowHttps": False}, "config": {"model": {"source": "org/name"}}},
     "hub.token and hub.existingSecret are both set; remove the token": {"hub": {"token": "t", "existingSecret": "s"}},
     "podDisruptionBudget.maxUnavailable": {"podDisruptionBudget": {"maxUnavailable": 0}},
+    # A watch
+    "watch.only is true, but watch.enabled is not; set it": watching(enabled=False),
+    "watch.only is true and watch.url empty; give the URL": watching(url=""),
+    "watch.url: Does not match pattern": watching(url="vllm:8000"),
+    "watch.share: Must be less than or equal to 1": watching(share=1.5),
+    "watch.port is 8101, which is the referee's; choose another": watching(port=8101),
+    "watch.proxy: Additional property gpus is not allowed": watching(proxy={"gpus": 1}),
+    "terminationGracePeriodSeconds (5) must be at least 20": watching(proxy={"terminationGracePeriodSeconds": 5}),
+    "The label app.kubernetes.io/name is the chart's": watching(referee={"podLabels": {"app.kubernetes.io/name": "x"}}),
+    "image.repository is truespec, which nodes would pull": watching() | {"image": {"repository": "truespec"}},
+    "has 48 characters": watching() | {"fullnameOverride": "a" * 48},
+    "the referee cannot fetch org/name": watching(model="org/name") | {"networkPolicy": {"allowHttps": False}},
+    "the referee of watch mounts the claim beside the workers": {
+        "watch": {"enabled": True},
+        "modelCache": {"accessModes": ["ReadWriteOnce"]},
+        "config": {"topology": "monolith"},
+    },
+    "watch.url is empty, but in an incremental upgrade": merged(AUTOSCALED, INCREMENTAL, {"watch": {"enabled": True}}),
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import yaml
 from tests.support import kubernetes
 from tests.support.chart import MINIMAL, MONITORING, Object, merged, of_kind, one, pod_templates, template
 from tests.support.command_lines import fault
-from tools.chart import CHART, ROOT, ChartError
+from tools.chart import CHART, ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -204,37 +204,6 @@ def test_ingress_and_route_lead_to_the_proxies_of_a_watch_alone() -> None:
         assert path["backend"]["service"] == {"name": name, "port": {"number": port}}
         (rule,) = one(objects, "HTTPRoute")["spec"]["rules"]
         assert rule["backendRefs"] == [{"name": name, "port": port}]
-
-
-INCREMENTAL = {
-    "worker": {"autoscaling": {"enabled": True}},
-    "ray": {"upgrade": {"strategy": "NewClusterWithIncrementalUpgrade", "gatewayClassName": "istio"}},
-    "test": {"enabled": False},
-}
-BAD: dict[str, dict[str, Any]] = {
-    "watch.only is true, but watch.enabled is not; set it": watching(enabled=False),
-    "watch.only is true and watch.url empty; give the URL": watching(url=""),
-    "watch.url: Does not match pattern": watching(url="vllm:8000"),
-    "watch.share: Must be less than or equal to 1": watching(share=1.5),
-    "watch.port is 8101, which is the referee's; choose another": watching(port=8101),
-    "watch.proxy: Additional property gpus is not allowed": watching(proxy={"gpus": 1}),
-    "terminationGracePeriodSeconds (5) must be at least 20": watching(proxy={"terminationGracePeriodSeconds": 5}),
-    "The label app.kubernetes.io/name is the chart's": watching(referee={"podLabels": {"app.kubernetes.io/name": "x"}}),
-    "image.repository is truespec, which nodes would pull": merged(ALONE, {"image": {"repository": "truespec"}}),
-    "has 48 characters": merged(ALONE, {"fullnameOverride": "a" * 48}),
-    "the referee cannot fetch org/name": merged(watching(model="org/name"), {"networkPolicy": {"allowHttps": False}}),
-    "the referee of watch mounts the claim beside the workers": merged(
-        BESIDE, {"modelCache": {"accessModes": ["ReadWriteOnce"]}, "config": {"topology": "monolith"}}
-    ),
-    "watch.url is empty, but in an incremental upgrade": merged(BESIDE, INCREMENTAL),
-}
-
-
-@pytest.mark.parametrize("message", BAD)
-def test_bad_values_are_refused_with_the_fix(message: str) -> None:
-    with pytest.raises(ChartError) as refused:
-        template(BAD[message])
-    assert message in str(refused.value)
 
 
 def test_one_claim_that_one_node_mounts_is_enough_for_a_watch_alone() -> None:

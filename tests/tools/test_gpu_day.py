@@ -1,8 +1,11 @@
 """The GPU's day: which stages run, in which order, and what becomes of one that fails or takes too long."""
 
+import importlib.metadata
+import re
 import subprocess
 import sys
 import time
+import venv
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,6 @@ import pytest
 from click.testing import CliRunner
 
 from serve_app.config.files import load_config
-from tests.support.bare_environment import make_bare_environment
 from tests.support.command_lines import fault
 from tests.support.waiting import wait_for
 from tools.gpu_day import CALLS, Stage, main, read_outcome, run_day, serve, stages
@@ -19,6 +21,43 @@ from tools.gpu_day import CALLS, Stage, main, read_outcome, run_day, serve, stag
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
+
+
+PACKAGES = ("torch", "triton", "transformers", "numpy", "safetensors", "pytest", "pytest-xdist")
+_NOT_THERE = {"pydantic", "pydantic-core", "annotated-types", "typing-inspection", "xxhash", "httpx"}
+"""What other versions of these packages may ask for."""
+_NAME = re.compile(r"[\w.-]+")
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That of an environment with the packages of a bare GPU machine: links to those that are installed here."""
+    pytest.importorskip("triton")
+    folder = tmp_path_factory.mktemp("bare") / "venv"
+    venv.create(folder, symlinks=True, with_pip=False)
+    (there,) = folder.glob("lib/python*/site-packages")
+    for name in _with_requirements(PACKAGES):
+        distribution = importlib.metadata.distribution(name)
+        for top in {path.parts[0] for path in distribution.files or () if path.parts[0] != ".."}:
+            link = there / top
+            if not link.exists():
+                link.symlink_to(Path(str(distribution.locate_file(top))).resolve())
+    return folder / "bin" / "python"
+
+
+def _with_requirements(names: tuple[str, ...]) -> set[str]:
+    found, waiting = set[str](), list(names)
+    while waiting:
+        name = waiting.pop()
+        if name in found or name in _NOT_THERE:
+            continue
+        try:
+            required = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue  # of another platform
+        found.add(name)
+        waiting += [_NAME.match(one)[0] for one in required if "extra ==" not in one]  # type: ignore[index]
+    return found
 
 
 def python(name: str, code: str, *needs: str, budget_s: float = 60) -> Stage:
@@ -140,12 +179,6 @@ def test_plugins_that_a_machine_happens_to_have_are_not_loaded(tmp_path: Path, m
     collected = replace(kernels, command=(*kernels.command, "--collect-only"))
     (outcome,) = run_day([collected], tmp_path, "a CPU", print)
     assert outcome.passed, (tmp_path / "kernels.log").read_text()
-
-
-@pytest.fixture(scope="module")
-def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("triton")
-    return make_bare_environment(tmp_path_factory.mktemp("bare") / "venv")
 
 
 def in_bare_environment(python: Path, *command: str, **environment: str) -> "subprocess.CompletedProcess[str]":

@@ -3,7 +3,6 @@
 import concurrent.futures
 import importlib.util
 import os
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from safetensors.torch import load_file, save_file
 
 from deploy.run.models import model_here
 from deploy.run.processes import process_tree
@@ -139,38 +137,6 @@ def test_adapters_are_chosen_by_name_and_verified_with_themselves(service: Servi
     assert by_result["ok"] == before["ok"] + 4 and by_result.get("refused") == before.get("refused")
     with pytest.raises(openai.NotFoundError):
         service.openai.completions.create(model="alien", prompt="x", max_tokens=2)
-
-
-def test_choices_of_one_prompt_come_from_one_handoff(service: Service) -> None:
-    before = service.metrics()["handoffs_by_result"]
-    reply = complete(service, prompt=COUNTING + " 12 13 14", n=3, temperature=1.0, seed=3)
-    assert len({tuple(choice["token_ids"]) for choice in reply["choices"]}) > 1
-    by_result = service.metrics()["handoffs_by_result"]
-    assert by_result["ok"] == before["ok"] + 3 and by_result.get("refused") == before.get("refused")
-
-
-def test_other_weights_are_taken_by_every_replica(service: Service, tmp_path: Path) -> None:
-    """Other ones for a moment; then those that were there before."""
-    served = resolve_model(SOURCE)
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(served / name, tmp_path / name)
-    tensors = load_file(served / "model.safetensors")
-    last = "model.layers.29.mlp.down_proj.weight"
-    save_file(tensors | {last: tensors[last] * 1.5}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    asked = {"prompt": "The first ten words of a story:", "logprobs": 0, "verify": True}
-    before = complete(service, **asked)
-    for path, version in ((tmp_path, "step-1"), (served, "step-2")):
-        reported = service.operate("POST", "weights", path=str(path), weight_version=version, mode="keep")
-        assert reported.status_code == 200 and reported.json()["complete"], reported.text
-        assert {one["weight_version"] for one in reported.json()["replicas"]} == {version}
-        assert (
-            len({one["fingerprint"] for one in reported.json()["replicas"]}) == 1
-            and len(reported.json()["replicas"]) == 2
-        )
-        after = complete(service, **asked)
-        assert after["metadata"] == {"weight_version": version} and after["verdict"] == "verified"
-        logprobs = [reply["choices"][0]["logprobs"]["token_logprobs"][0] for reply in (before, after)]
-        assert (abs(logprobs[0] - logprobs[1]) < 1e-3) == (version == "step-2"), logprobs
 
 
 def test_a_killed_engine_is_replaced_and_leaves_nothing_behind(service: Service) -> None:

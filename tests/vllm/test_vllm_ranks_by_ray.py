@@ -13,7 +13,6 @@ import httpx
 import pytest
 import yaml
 
-from tests.support.pretended_gpus import write_pretended_gpus
 from tests.support.ray_head import RayHead, ray_head, ray_node
 from tests.support.services import MODEL
 from tests.support.tiny_models import write_tiny_model
@@ -24,6 +23,29 @@ from tools.chaos.sockets import free_ports
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.ray, pytest.mark.timeout(1200)]
 QUESTION = {"model": MODEL, "prompt": "one two three " * 20, "max_tokens": 20, "temperature": 0}
+
+
+_PLATFORM = """
+from vllm.platforms.cpu import CpuPlatform
+
+
+class PretendedGpus(CpuPlatform):
+    ray_device_key = "GPU"
+    device_control_env_var = "CUDA_VISIBLE_DEVICES"
+"""
+
+
+def write_pretended_gpus(folder: Path) -> Path:
+    """A folder for `PYTHONPATH`, in which vLLM finds its CPU build as a platform whose ranks Ray places on GPUs."""
+    installed = folder / "pretended_gpus-1.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: pretended-gpus\nVersion: 1\n")
+    (installed / "entry_points.txt").write_text("[vllm.platform_plugins]\npretended = pretended_gpus:platform\n")
+    (folder / "pretended_gpus.py").write_text(
+        "def platform():\n    return 'pretended_gpus_platform.PretendedGpus'\n", encoding="utf-8"
+    )
+    (folder / "pretended_gpus_platform.py").write_text(_PLATFORM, encoding="utf-8")
+    return folder
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ said."""
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from deploy.watch.audit import NAMES, run_probe
 from deploy.watch.probes.desk import Desk
 from deploy.watch.probes.trial import PROBES, ProbeOutcome, ProbeVerdict
 from serve_app.text.tokenizer import Tokenizer
-from tests.support.fake_audited import DIES, FakeAudited, Reply, uniform_reply
+from tests.support.fake_http import QuietHandler, serving
 from tools.faults.outside import audit_faulty, faulty_servers, found_in
 
 pytestmark = pytest.mark.slow
@@ -31,6 +32,64 @@ FOUND = {  # a fault of our engine for each probe that can find one there; the t
     "F10 logprob 0 for every token": "contract",
     "F18 every draft counts as accepted": "counters",
 }
+
+
+Reply = tuple[int, dict[str, Any]]
+
+DIES = (0, {})
+"""In place of a reply: close the connection, and answer nobody any more."""
+
+
+def uniform_reply(body: dict[str, Any]) -> Reply:
+    """Says the token after the last one, with even odds over four candidates."""
+    prompt, count = body["prompt"], body.get("max_tokens", 1)
+    last = prompt[-1] if isinstance(prompt, list) else 4
+    ids = [3 + (last + step) % 50 for step in range(1, count + 1)]
+    logprobs = None
+    if body.get("logprobs") is not None:
+        others = {f"token_id:{token}": -1.39 for token in range(900, 903)}
+        logprobs = {
+            "tokens": [f"token_id:{token}" for token in ids],
+            "token_logprobs": [-1.39] * count,
+            "top_logprobs": [{f"token_id:{token}": -1.39} | others for token in ids],
+            "text_offset": list(range(count)),
+        }
+    choice = {"index": 0, "text": "a" * count, "finish_reason": "length", "logprobs": logprobs, "token_ids": ids}
+    return 200, {"choices": [choice], "usage": {"completion_tokens": count}}
+
+
+class FakeAudited:
+    """`answer` gets the body of a completion."""
+
+    def __init__(self, answer: Callable[[dict[str, Any]], Reply] = uniform_reply) -> None:
+        self.answer = answer
+        self.url = ""
+        self.dead = False
+
+    @contextmanager
+    def running(self) -> Iterator["FakeAudited"]:
+        """Serve until the block ends."""
+        fake = self
+
+        class Handler(QuietHandler):
+            def do_GET(self) -> None:
+                is_list = self.path == "/v1/models"
+                self._reply(*((200, {"data": [{"id": "fake", "max_model_len": 512}]}) if is_list else (404, {})))
+
+            def do_POST(self) -> None:
+                body = json.loads(self.sent())
+                reply = fake.answer(body)
+                fake.dead = fake.dead or reply is DIES
+                self._reply(*reply, form=b"data: %s\n\ndata: [DONE]\n\n" if body.get("stream") else b"%s")
+
+            def _reply(self, status: int, answer: dict[str, Any], form: bytes = b"%s") -> None:
+                if fake.dead:
+                    self.close_connection = True
+                else:
+                    self.say(status, form % json.dumps(answer).encode())
+
+        with serving(Handler) as self.url:
+            yield self
 
 
 def test_a_sound_server_passes(folders: tuple[Path, Path]) -> None:

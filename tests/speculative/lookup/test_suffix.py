@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,12 @@ from hypothesis import strategies as st
 
 from speculative.config import DrafterConfig
 from speculative.drafting.weightless import LookupDrafter
-from speculative.engine import EngineCore
 from speculative.lookup import suffix
 from speculative.lookup.suffix import PastOutputs, SuffixDrafter, SuffixOptions, SuffixTree
 from speculative.request import Request, SamplingParams
 from speculative.state.sequence import Sequence
-from tests.support.engines import answer_all, markov_engine, run, tiny_engine
-from tests.support.markov_chain import sample, sigmas, worst_window
+from tests.support.engines import markov_engine, run
+from tests.support.markov_chain import sigmas
 from tools.faults.toy import engine_over
 
 Texts = list[list[int]]
@@ -198,17 +196,6 @@ def test_text_drawn_with_the_same_seed_is_not_looked_at() -> None:
 # -- in the engine -------------------------------------------------------------------------------------------------
 
 
-def test_the_distribution_is_kept_with_the_outputs_of_others() -> None:
-    table = torch.randn(16, 16, generator=torch.Generator().manual_seed(1))
-    drafter = DrafterConfig.of(kind="suffix", num_draft_tokens=3, suffix_min_match=1, suffix_max_tokens=10**6)
-    engine = engine_over(table, LookupDrafter(lambda: made(drafter)), num_drafts=4)
-    samples = sample(engine, (3,), 12_000, 7)
-    assert worst_window(samples, table.double().softmax(-1).numpy(), 3) < 5
-    stats = engine.take_stats()
-    assert stats.num_drafts > 12_000
-    assert 0 < stats.num_accepted < stats.num_drafted
-
-
 NUM_MARKS = 400
 
 
@@ -244,26 +231,6 @@ def test_the_distribution_is_kept_where_a_seed_comes_again(monkeypatch: pytest.M
     assert sigmas(asked_again(distribution), joint) < 5
     monkeypatch.setattr(suffix, "_is_drawn", lambda sequence: False)
     assert sigmas(asked_again(distribution), joint) > 5
-
-
-def greedy_requests(max_tokens: int = 40) -> list[Request]:
-    prompts = [tuple(3 + (7 * i * j) % 41 for j in range(4 + 9 * i)) for i in range(1, 9)]
-    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-    return [Request(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)]
-
-
-def texts(engine: EngineCore, requests: list[Request]) -> dict[str, list[int]]:
-    return {key: answer.token_ids for key, answer in answer_all(engine, requests).items()}
-
-
-@pytest.mark.parametrize("length", ["static", "dynamic"])
-def test_greedy_text_is_that_of_plain_decoding(tiny_folder: Path, length: Any) -> None:
-    plain = texts(tiny_engine(tiny_folder, drafter=DrafterConfig(kind="none")), greedy_requests())
-    drafter = DrafterConfig(kind="suffix", num_draft_tokens=6, length=length)
-    engine = tiny_engine(tiny_folder, max_batched_tokens=80, drafter=drafter)
-    for _ in range(2):
-        assert texts(engine, greedy_requests()) == plain
-    assert engine.take_stats().num_accepted > 0
 
 
 def test_a_second_asking_is_drafted_from_the_first_answer() -> None:

@@ -161,16 +161,3 @@ def test_a_short_prompt_of_higher_priority_passes_a_long_one(folder: Path) -> No
 
     assert steps_until_first(-1) == 1, "it is computed in the very next step"
     assert steps_until_first(0) > 600 // 40 - 2, "of equal priority, the older prompt comes first"
-
-
-def test_a_full_engine_admits_by_priority(folder: Path) -> None:
-    engine = tiny_engine(folder, max_num_seqs=1, prefix_caching=False)
-    steps = Steps(engine)
-    engine.add(request("running", 4, max_tokens=3))
-    steps.step()
-    for name, priority in (("late", 4), ("middle", 0), ("early", -4)):
-        engine.add(request(name, 4, priority=priority, max_tokens=1))
-    order: list[str] = []
-    while engine.has_work:
-        order += [name for name in steps.step() if name not in order]
-    assert order == ["running", "early", "middle", "late"]
