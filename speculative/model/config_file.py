@@ -61,10 +61,6 @@ class ConfigFile:
         self.known.add(name)
         return self.content.get(name, default)
 
-    def pass_over(self, *names: str) -> None:
-        """Count fields as known that the family's class has no use for."""
-        self.known |= set(names)
-
     def flag(self, name: str, default: bool = False) -> bool:
         """A field that is true or false."""
         value = self.get(name, default)

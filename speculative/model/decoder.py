@@ -16,7 +16,6 @@ from speculative.model.cpu.native import Packed, pack_natively
 from speculative.model.formats import Format
 from speculative.model.layers import (
     Attend,
-    Attention,
     DecoderLayer,
     FusibleLayer,
     Linear,
@@ -171,14 +170,19 @@ def layer_slots(layer: DecoderLayer, names: TensorNames) -> dict[str, Tensor]:
     weights = [norm.weight for norm in norms if not isinstance(norm, nn.Identity)]
     query_key_value = attention.sizes if len(names.qkv) == 3 else (sum(attention.sizes),)
     gate_up = (mlp.size, mlp.size) if len(names.gate_up) == 2 else (2 * mlp.size,)
-    return {
+    slots = {
         **{f"{name}.weight": weight for name, weight in zip(names.norms, weights, strict=True)},
         **_linear_slots(attention.qkv_proj, dict(zip(names.qkv, query_key_value, strict=True))),
         **_linear_slots(attention.o_proj, {names.output: attention.o_proj.weight.shape[0]}),
         **_linear_slots(mlp.gate_up_proj, dict(zip(names.gate_up, gate_up, strict=True))),
         **_linear_slots(mlp.down_proj, {names.down: mlp.down_proj.weight.shape[0]}),
-        **_head_norm_slots(attention),
     }
+    if attention.qk_norm is not None:  # of one for each head, the checkpoint has a row for all: copying broadcasts it
+        weight = attention.qk_norm.weight
+        each = 1 if weight.ndim == 2 else attention.head_dim
+        query, key = weight.split((attention.num_heads * each, attention.num_kv_heads * each))
+        slots |= {"self_attn.q_norm.weight": query, "self_attn.k_norm.weight": key}
+    return slots
 
 
 def _linear_slots(linear: Matrix, num_rows: dict[str, int]) -> dict[str, Tensor]:
@@ -189,13 +193,3 @@ def _linear_slots(linear: Matrix, num_rows: dict[str, int]) -> dict[str, Tensor]
         for part, parameter in linear.named_parameters()
         for name, rows in zip(names, parameter.split(sizes), strict=True)
     }
-
-
-def _head_norm_slots(attention: Attention) -> dict[str, Tensor]:
-    """The checkpoint has one row for all heads: copying broadcasts it."""
-    if attention.qk_norm is None:
-        return {}
-    counts, weight = (attention.num_heads, attention.num_kv_heads), attention.qk_norm.weight
-    each = 1 if weight.ndim == 2 else attention.head_dim
-    query, key = weight.split([count * each for count in counts])
-    return {"self_attn.q_norm.weight": query, "self_attn.k_norm.weight": key}

@@ -18,6 +18,7 @@ from speculative.gpu.staged_inputs import Field, StagedInputs
 from speculative.request import Request, SamplingParams
 from tests.support.engines import NO_DRAFTS, Answer, decoder_of, run, settings
 from tests.support.graph_scenes import PROMPTS, answers
+from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.gpu
 NEAR_TIE = 0.125  # nats: of logits below 16, two units in the last place of bfloat16
@@ -90,12 +91,21 @@ def test_replayed_steps_give_the_bits_of_eager_ones(
     }
 
 
-@pytest.mark.parametrize("kind", ["none", "ngram", "draft_model"])
-def test_graphs_emit_what_the_plain_path_emits(cuda: torch.device, gpu_folder: Path, kind: str) -> None:
-    own = drafter(kind, gpu_folder)
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *(("llama", kind) for kind in ("none", "ngram", "draft_model")),
+        *(("gemma2", "draft_model"), ("gemma3", "ngram"), ("olmo2", "draft_model"), ("phi3", "draft_model")),
+    ],
+)
+def test_graphs_emit_what_the_plain_path_emits(
+    cuda: torch.device, gpu_folder: Path, tmp_path: Path, family: str, kind: str
+) -> None:
+    folder = gpu_folder if family == "llama" else write_tiny_model(tmp_path / family, family)
+    own = drafter(kind, folder)
     params = [*PLAIN, *FILTERED]
-    graphed = answers(gpu_engine(gpu_folder, drafter=own), params)
-    plain = answers(gpu_engine(gpu_folder, drafter=own, cuda_graphs=False), params)
+    graphed = answers(gpu_engine(folder, drafter=own), params)
+    plain = answers(gpu_engine(folder, drafter=own, cuda_graphs=False), params)
     for name, answer in graphed.items():
         assert answer.token_ids == plain[name].token_ids
         assert answer.values == pytest.approx(plain[name].values, abs=1e-3)

@@ -35,7 +35,7 @@ def read(file: ConfigFile) -> ModelConfig:
 
 def form(file: ConfigFile, logit_cap: float | None) -> Form:
     """What Gemma 2 and 3 do otherwise than Llama."""
-    file.pass_over("hidden_act")
+    file.get("hidden_act")  # which its class knows nothing of
     file.choice("hidden_activation", "gelu_pytorch_tanh", "gelu_pytorch_tanh")
     return Form(
         norms="both",

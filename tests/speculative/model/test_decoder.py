@@ -25,7 +25,7 @@ def reference_logits(folder: Path, ids: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.cat([model(sequence[None]).logits[0].float() for sequence in ids.split(LENGTHS)])
 
 
-@pytest.mark.parametrize("family", ["llama", "smollm", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "granite", "olmo2", "phi3"])
 def test_bfloat16_logits_are_as_near_as_transformers_own(family: str, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, family)
     ids = torch.randint(512, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
