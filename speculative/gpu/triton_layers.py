@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from speculative.model.attention import CacheAttention
-from speculative.model.fp8 import E4M3, LARGEST, LEAST_AMAX, Fp8Rows, Rows
+from speculative.model.fp8 import E4M3, LARGEST, LEAST_AMAX, Rows, ScaledRows
 from speculative.model.layers import Attend, Attention, LayerOps, Norm, RMSNorm, Rotation
 from speculative.model.rotary import Rotary
 
@@ -193,7 +193,7 @@ class TritonLayerOps(LayerOps):
         _gate[(num_rows, triton.cdiv(size, _GATE_BLOCK))](gate_up.contiguous(), out, SIZE=size, BLOCK=_GATE_BLOCK)
         return out
 
-    def quantize(self, rows: Tensor) -> Fp8Rows:
+    def quantize(self, rows: Tensor) -> ScaledRows:
         """Implement `LayerOps`."""
         return _quantized(rows, gated=False)
 
@@ -244,7 +244,7 @@ def rotate_and_store(
     return query
 
 
-def _quantized(rows: Tensor, *, gated: bool) -> Fp8Rows:
+def _quantized(rows: Tensor, *, gated: bool) -> ScaledRows:
     size = rows.shape[1] // 2 if gated else rows.shape[1]
     out, block = _empty_fp8(rows, size), quantized_at_once(size)
     _quantize[(len(rows),)](
@@ -253,10 +253,10 @@ def _quantized(rows: Tensor, *, gated: bool) -> Fp8Rows:
     return out
 
 
-def _empty_fp8(like: Tensor, size: int) -> Fp8Rows:
+def _empty_fp8(like: Tensor, size: int) -> ScaledRows:
     """Allocate as many rows as `like` has, to be written."""
     num_rows = len(like)
-    return Fp8Rows(like.new_empty((num_rows, size), dtype=E4M3), like.new_empty((num_rows, 1), dtype=torch.float32))
+    return ScaledRows(like.new_empty((num_rows, size), dtype=E4M3), like.new_empty((num_rows, 1), dtype=torch.float32))
 
 
 def quantized_at_once(size: int) -> int:

@@ -14,9 +14,9 @@ from speculative.model.cpu.fused import FusedLayers
 from speculative.model.cpu.native import NativeLinear, NativeNorm, panels_of
 from speculative.model.decoder import Decoder
 from speculative.model.eagle3 import FusedHead
-from speculative.model.formats import Served
+from speculative.model.formats import Served, stacked
 from speculative.model.quantized import Quantized
-from speculative.model.served_tensors import ServedTensors, stacked
+from speculative.model.served_tensors import ServedTensors
 
 _NORMS = {
     "before": ("input_norm", "mlp_norm"),

@@ -13,7 +13,7 @@ from speculative.model.attention import StepAttention
 from speculative.model.config import ModelConfig, TensorNames
 from speculative.model.cpu.fused import FusedLayers
 from speculative.model.cpu.native import Packed, pack_natively
-from speculative.model.formats import Format
+from speculative.model.formats import Format, stacked
 from speculative.model.layers import (
     Attend,
     DecoderLayer,
@@ -24,7 +24,10 @@ from speculative.model.layers import (
     nan_parameter,
     norm_of,
 )
+from speculative.model.quantized import Quantized
 from speculative.model.rotary import Rotary
+from speculative.model.tensor_files import TensorFiles
+from speculative.weight_formats import FORMATS
 
 
 class Decoder(FusibleLayer):
@@ -127,16 +130,22 @@ class Decoder(FusibleLayer):
     def pack(self, folder: Path) -> None:
         """Lay the loaded weights of a folder out for our CPU kernels; from here on activations are float32."""
         slots, kernels = self.checkpoint_slots(), self.kernels.model
-        names, packing = self._linear_names(slots), self.weights.packing(folder, slots)
+        form, names = self.weights, self._linear_names(slots)
+        own_file = folder / FORMATS[form.name].file
+        given = TensorFiles([own_file] if own_file.is_file() else [])
         assert kernels is not None, "there is nothing to pack for"
 
         def weight_of(linear: Linear) -> Packed:
             own = names.pop(linear)  # held no longer than needed
-            rows = linear.weight.split([len(slots[name]) for name in own])
-            return packing(dict(zip(own, rows, strict=True)))
+            if FORMATS[form.name].plain:
+                return "float32" if form.name == "float32" else "bfloat16"
+            parts = zip(own, linear.weight.split([len(slots[name]) for name in own]), strict=True)
+            weight = stacked([form.read(name, rows, given, self.dtype) for name, rows in parts])
+            assert isinstance(weight, Quantized), "our kernels multiply with no others"
+            return weight
 
         pack_natively(self, kernels, weight_of, whole=self.config.has_llama_shape)
-        self.packed = self.weights.name
+        self.packed = form.name
         self.dtype = torch.float32
         self.fused = FusedLayers.of(self.layers, cast("Rotary", self.rotaries[0]), self.config)
 

@@ -39,26 +39,22 @@ def model_fingerprint(folder: Path, config: Eagle3Config | None = None, *, weigh
         kept = json.loads((folder / CACHE_FILE).read_text(encoding="utf-8"))
         if isinstance(kept, dict) and kept.get("key") == key:
             return str(kept["fingerprint"])
-    fingerprint = _hash(canonical, files)
-    with contextlib.suppress(OSError):  # a read-only folder only costs the next start some seconds
-        _write_whole(folder / CACHE_FILE, json.dumps({"key": key, "fingerprint": fingerprint}))
-    return fingerprint
-
-
-def _hash(config: str, files: list[Path]) -> str:
     try:
         import xxhash
     except ModuleNotFoundError:  # as on a machine with a GPU that a checkout was carried to: slower, never the same
         digest: Any = hashlib.blake2b(digest_size=16)
     else:
         digest = xxhash.xxh3_128()
-    digest.update(config.encode())
+    digest.update(canonical.encode())
     for path in files:
         digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
                 digest.update(chunk)
-    return str(digest.hexdigest())
+    fingerprint = str(digest.hexdigest())
+    with contextlib.suppress(OSError):  # a read-only folder only costs the next start some seconds
+        _write_whole(folder / CACHE_FILE, json.dumps({"key": key, "fingerprint": fingerprint}))
+    return fingerprint
 
 
 def _write_whole(path: Path, text: str) -> None:

@@ -14,7 +14,7 @@ LARGEST = torch.finfo(E4M3).max
 LEAST_AMAX = 2.0**-100  # rows of zeros have a scale, too, whose inverse is a number
 
 
-class Fp8Rows(NamedTuple):
+class ScaledRows(NamedTuple):
     """Rows whose largest number is the largest that FP8 has.
 
     numbers: [N, I] e4m3.
@@ -29,7 +29,7 @@ class Fp8Rows(NamedTuple):
         return self.numbers.float() * self.scales
 
     @classmethod
-    def stack(cls, parts: Sequence["Fp8Rows"]) -> "Fp8Rows":
+    def stack(cls, parts: Sequence["ScaledRows"]) -> "ScaledRows":
         """Several matrices of the same inputs as one, row block after row block."""
         numbers, scales = zip(*parts, strict=True)
         return cls(torch.cat(numbers), torch.cat(scales))
@@ -39,11 +39,11 @@ class Fp8Rows(NamedTuple):
         return {"weight": self.numbers, "weight_scale": self.scales}
 
 
-Rows = Tensor | Fp8Rows
+Rows = Tensor | ScaledRows
 """[N, I], quantized or not."""
 
 
-def quantize_rows(rows: Tensor) -> Fp8Rows:
+def quantize_rows(rows: Tensor) -> ScaledRows:
     """Round [N, I] to the nearest; a row with NaN or an infinity has NaN."""
     scales = rows.abs().amax(-1, keepdim=True).float().clamp(min=LEAST_AMAX) * (1 / LARGEST)
-    return Fp8Rows((rows.float() * scales.reciprocal()).to(E4M3), scales)
+    return ScaledRows((rows.float() * scales.reciprocal()).to(E4M3), scales)

@@ -40,6 +40,7 @@ _MODEL_TENSORS = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+_HEADS_OF = {"attn_q.weight": "num_attention_heads", "attn_k.weight": "num_key_value_heads"}
 _READ = (
     "llama.vocab_size",
     "llama.context_length",
@@ -100,13 +101,24 @@ def convert_gguf(gguf_path: Path, folder: Path) -> None:
     header = GGUFHeader(reader, gguf_path.name)
     config = llama_config(header, tied="output.weight" not in {tensor.name for tensor in reader.tensors})
     _write_json(folder / "config.json", config)
-    token_ids = {"bos_token_id": config["bos_token_id"], "eos_token_id": _end_tokens(header)}
+    # The ends of a text, of a turn and of a message that calls a tool.
+    stated = (header.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    ends = list(dict.fromkeys(int(token_id) for token_id in stated if token_id is not None))
+    token_ids = {
+        "bos_token_id": config["bos_token_id"],
+        "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
+    }
     _write_json(folder / "generation_config.json", token_ids)
     _write_json(folder / "tokenizer.json", byte_level_bpe(header))
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(header))
     weights, quantized = dict[str, Tensor](), dict[str, Quantized]()
     for tensor in reader.tensors:
-        name, num_heads = _checkpoint_name(tensor.name), _num_heads(tensor.name, config)
+        block, _, of_layer = tensor.name.removeprefix("blk.").partition(".")
+        if tensor.name not in _MODEL_TENSORS and of_layer not in _LAYER_TENSORS:
+            raise UnsupportedModel(f"The GGUF tensor {tensor.name} is not one of a plain Llama; {_FIX}.")
+        name = _MODEL_TENSORS.get(tensor.name) or f"model.layers.{block}.{_LAYER_TENSORS[of_layer]}"
+        # Of those whose rows llama.cpp reorders.
+        num_heads = config[_HEADS_OF[of_layer]] if of_layer in _HEADS_OF else None
         array = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
         require_finite(gguf_path, tensor.name, torch.from_numpy(array))
         weights[name] = torch.from_numpy(_rotate_half_rows(array, num_heads)).to(torch.bfloat16)
@@ -177,13 +189,6 @@ def llama_config(header: GGUFHeader, *, tied: bool) -> dict[str, Any]:
     }
 
 
-def _end_tokens(header: GGUFHeader) -> int | list[int] | None:
-    """The ends of a text, of a turn and of a message that calls a tool, where the file names them."""
-    stated = (header.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-    ids = list(dict.fromkeys(int(token_id) for token_id in stated if token_id is not None))
-    return ids if len(ids) > 1 else next(iter(ids), None)
-
-
 def byte_level_bpe(header: GGUFHeader) -> dict[str, Any]:
     """Return what tokenizer.json (of the `tokenizers` library) says of a byte-level BPE tokenizer in the file."""
     kind, split = header.require("tokenizer.ggml.model"), header.get("tokenizer.ggml.pre")
@@ -249,22 +254,6 @@ def _refuse_unknown(header: GGUFHeader) -> None:
         of_model = key.startswith("llama.") and key not in _READ
         if value not in _NEUTRAL_VALUES.get(key, () if of_model else (value,)):
             raise UnsupportedModel(f"The GGUF file says {key} = {value!r}, which is not converted; {_FIX}.")
-
-
-def _checkpoint_name(gguf_name: str) -> str:
-    if gguf_name in _MODEL_TENSORS:
-        return _MODEL_TENSORS[gguf_name]
-    block, _, name = gguf_name.removeprefix("blk.").partition(".")
-    if name not in _LAYER_TENSORS:
-        raise UnsupportedModel(f"The GGUF tensor {gguf_name} is not one of a plain Llama; {_FIX}.")
-    return f"model.layers.{block}.{_LAYER_TENSORS[name]}"
-
-
-def _num_heads(gguf_name: str, config: dict[str, Any]) -> int | None:
-    """Return the heads of a tensor whose rows are reordered; None for all others."""
-    field = {"attn_q.weight": "num_attention_heads", "attn_k.weight": "num_key_value_heads"}
-    name = gguf_name.removeprefix("blk.").partition(".")[2]
-    return config[field[name]] if name in field else None
 
 
 def _quantized(tensor: ReaderTensor, num_heads: int | None) -> Quantized:

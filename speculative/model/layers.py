@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from speculative.model.config import PLAIN, LayerKind, ModelConfig, ScoreRule
-from speculative.model.fp8 import Fp8Rows, Rows, quantize_rows
+from speculative.model.fp8 import Rows, ScaledRows, quantize_rows
 from speculative.model.rotary import Rotary, rotate
 
 
@@ -161,7 +161,7 @@ class LayerOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate) * up
 
-    def quantize(self, rows: Tensor) -> Fp8Rows:
+    def quantize(self, rows: Tensor) -> ScaledRows:
         """Implement `quantize_rows`."""
         return quantize_rows(rows)
 

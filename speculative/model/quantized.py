@@ -87,11 +87,6 @@ def quantize(weight: Tensor, bits: int) -> Quantized:
     return made
 
 
-def as_quantized(weight: Tensor, bits: int, given: Quantized | None) -> Quantized:
-    """Return the numbers given for a weight [O, I] where they have so many bits; else the weight rounded to them."""
-    return given if given is not None and given.bits == bits else quantize(weight, bits)
-
-
 def _quantize(weight: Tensor, bits: int) -> Quantized:
     groups = weight.float().unflatten(1, (-1, GROUP))
     if bits == 8:

@@ -1,7 +1,6 @@
 """The tensors of a checkpoint in the format in which they are served, each read when it is asked for."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,9 +47,3 @@ class ServedTensors:
 
     def _source(self, name: str) -> str:
         return EMBEDDING if name == LM_HEAD and self._tied else name
-
-
-def stacked(parts: list[Served]) -> Served:
-    """Several tensors of one format as one, row block after row block."""
-    kind: Any = type(parts[0])
-    return torch.cat(parts) if issubclass(kind, Tensor) else kind.stack(parts)  # type: ignore[arg-type]

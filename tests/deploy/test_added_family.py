@@ -1,13 +1,12 @@
 """A model family from outside: in a copy of the tree, one file and a line, as docs/architecture.md says."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.changed_tree import changed_tree, run_in
+from tests.support.changed_tree import changed_tree, greedy, served_in
 from tests.support.project_files import ROOT
 from tests.support.tiny_models import write_tiny_model
 
@@ -41,23 +40,6 @@ def read(file: ConfigFile) -> ModelConfig:
     kinds = [model.kind(layer) for layer in range(model.num_layers)]
     return model.with_kinds(replace(kind, rope=kind.rope if kind.scores.window else None) for kind in kinds)
 '''
-IN_A_SERVICE = """
-import json
-from pathlib import Path
-
-import httpx
-
-from speculative.config import DrafterConfig, EngineConfig
-from tools.faults.served import FaultyServer
-
-drafts = DrafterConfig(kind="draft_model", model="model", num_draft_tokens=3)
-settings = EngineConfig(dtype="float32", device="cpu", kv_cache_tokens=512, block_size=16, drafter=drafts)
-with FaultyServer(Path("model"), config=settings).running() as url:
-    body = {"model": "audited", "prompt": PROMPT, "max_tokens": 24, "temperature": 0, "return_token_ids": True}
-    body["ignore_eos"] = True
-    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
-print(json.dumps(reply["choices"][0]["token_ids"]))
-"""
 
 
 def test_a_family_is_served_once_it_is_in_one_file_and_in_the_registry(tmp_path: Path) -> None:
@@ -69,10 +51,5 @@ def test_a_family_is_served_once_it_is_in_one_file_and_in_the_registry(tmp_path:
     own = {"model_type": "exaone4", "num_hidden_layers": 3, "sliding_window": 9, "sliding_window_pattern": 2}
     write_tiny_model(tree / "model", tokenizer=True, **own)
     prompt = [3 + (7 * index) % 41 for index in range(30)]
-    tokens = list(prompt)
-    model = AutoModelForCausalLM.from_pretrained(tree / "model", dtype=torch.float32)
-    with torch.inference_mode():
-        for _ in range(24):
-            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    found = run_in(tree, IN_A_SERVICE.replace("PROMPT", str(prompt)))
-    assert json.loads(found.splitlines()[-1]) == tokens[len(prompt) :]
+    wanted = greedy(AutoModelForCausalLM.from_pretrained(tree / "model", dtype=torch.float32), prompt, 24)
+    assert served_in(tree, prompt, 24)[0] == wanted[0]

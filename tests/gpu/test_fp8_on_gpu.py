@@ -5,7 +5,7 @@ import torch
 
 from speculative.gpu.capture import Capturer
 from speculative.model.formats.fp8 import FORMAT, Fp8Linear
-from speculative.model.fp8 import Fp8Rows, quantize_rows
+from speculative.model.fp8 import ScaledRows, quantize_rows
 from speculative.model.layers import LayerOps, RMSNorm, use_layer_ops
 
 pytestmark = pytest.mark.gpu
@@ -36,7 +36,7 @@ def linear_on(device: torch.device, num_inputs: int, num_outputs: int, *, bias: 
     return linear
 
 
-def product_in_float32(linear: Fp8Linear, rows: Fp8Rows) -> torch.Tensor:
+def product_in_float32(linear: Fp8Linear, rows: ScaledRows) -> torch.Tensor:
     product = (rows.numbers.double() * rows.scales) @ (linear.weight.double() * linear.weight_scale).T
     return (product if linear.bias is None else product + linear.bias.double()).float()
 
@@ -88,7 +88,7 @@ def test_kernels_quantize_as_torch_does(
         (triton.quantize(hidden), hidden),
     ]
     for found, rows in pairs:
-        assert isinstance(found, Fp8Rows) and isinstance(rows, torch.Tensor)
+        assert isinstance(found, ScaledRows) and isinstance(rows, torch.Tensor)
         expected = quantize_rows(rows)
         assert torch.equal(found.scales, expected.scales)
         assert torch.equal(found.numbers.float(), expected.numbers.float())

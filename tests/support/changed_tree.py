@@ -1,14 +1,33 @@
 """A copy of the product in which somebody from outside has added or changed files, and programs that run in it."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from tests.support.project_files import ROOT
 
+_IN_A_SERVICE = """
+import json
+from pathlib import Path
+
+import httpx
+
+from speculative.config import DrafterConfig, EngineConfig
+from tools.faults.served import FaultyServer
+
+drafter = DrafterConfig(kind="draft_model", model="model", num_draft_tokens=3)
+config = EngineConfig(dtype="float32", device="cpu", kv_cache_tokens=512, drafter=drafter, **SETTINGS)
+with FaultyServer(Path("model"), config=config).running() as url:
+    choice = httpx.post(f"{url}/v1/completions", json=BODY, timeout=60).json()["choices"][0]
+print(json.dumps([choice["token_ids"], choice["logprobs"]["token_logprobs"]]))
+"""
 _FOLDERS = ("speculative", "serve_app", "dashboards", "deploy", "helm", "tools", "tests/support")
 
 
@@ -42,3 +61,23 @@ def run_in(tree: Path, program: str) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def greedy(model: Any, prompt: Sequence[int], count: int) -> tuple[list[int], list[float]]:
+    """A model of transformers decodes: its tokens, and their logprobs."""
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            rows = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+            tokens.append(int(rows[-1].argmax()))
+    answer = tokens[len(prompt) :]
+    return answer, rows[len(prompt) - 1 :].gather(1, torch.tensor(answer)[:, None])[:, 0].tolist()
+
+
+def served_in(tree: Path, prompt: Sequence[int], count: int, **settings: object) -> tuple[list[int], list[float]]:
+    """The same of the tree's service of its folder `model`, in float32 on a CPU."""
+    body = {"model": "audited", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True}
+    body |= {"return_token_ids": True, "logprobs": 0}
+    text = run_in(tree, _IN_A_SERVICE.replace("BODY", repr(body)).replace("SETTINGS", repr(settings)))
+    tokens, logprobs = json.loads(text.splitlines()[-1])
+    return tokens, logprobs

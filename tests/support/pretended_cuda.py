@@ -43,7 +43,7 @@ from speculative.gpu.row_judge import Layout, RowFields, RowJudge, SampledFrom
 from speculative.kernels.chosen import ChosenKernels
 from speculative.model.attention import CacheAttention
 from speculative.model.config import PLAIN, ScoreRule
-from speculative.model.fp8 import Fp8Rows, Rows, quantize_rows
+from speculative.model.fp8 import Rows, ScaledRows, quantize_rows
 from speculative.model.layers import Attend, Attention, LayerOps, RMSNorm, Rotation
 from speculative.model.rotary import Rotary, rotate
 from speculative.step.vocabulary_ops import VocabularyOps
@@ -643,7 +643,7 @@ class _LayerOps:
         launch = partial(self._of_triton.gate, feeds_fp8=feeds_fp8)
         return self._device.kernels(launch, gate, gate_up)  # type: ignore[no-any-return]
 
-    def quantize(self, rows: Tensor) -> Fp8Rows:
+    def quantize(self, rows: Tensor) -> ScaledRows:
         return self._device.kernels(self._of_triton.quantize, quantize_rows, rows)  # type: ignore[no-any-return]
 
     def rotation(self, rotary: Rotary, positions: Tensor, like: Tensor) -> Rotation:

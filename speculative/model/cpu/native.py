@@ -153,8 +153,18 @@ class NativeMLP(nn.Module):
 
 
 def panels_of(weight: Tensor | Quantized, kind: Kind = "float32") -> Tensor:
-    """A weight [O, I] as the kernels read it; `kind`: of plain numbers."""
-    return _int_panels(weight) if isinstance(weight, Quantized) else _float_panels(weight, kind)
+    """A weight [O, I] as the kernels read it; `kind`: of plain numbers.
+
+    Float32 is [P, I, 32], outputs side by side, and bfloat16 [P, I / 2, 32, 2], pairs of inputs, the last with 0 if I
+    is odd.
+    """
+    if isinstance(weight, Quantized):
+        return _int_panels(weight)
+    if kind == "float32":
+        return _panels(weight.float()).transpose(1, 2).contiguous()
+    paired = functional.pad(weight.bfloat16(), (0, weight.shape[1] % 2))
+    pairs: Tensor = _panels(paired.view(torch.int32))  # [P, 32, I / 2]
+    return pairs.transpose(1, 2).contiguous()
 
 
 def _panels(rows: Tensor) -> Tensor:
@@ -163,15 +173,6 @@ def _panels(rows: Tensor) -> Tensor:
     whole = torch.cat((rows, rows.new_zeros((missing, *rows.shape[1:])))) if missing else rows
     panels: Tensor = whole.view(-1, _PANEL, *rows.shape[1:])
     return panels
-
-
-def _float_panels(weight: Tensor, kind: Kind) -> Tensor:
-    """[P, I, 32], outputs side by side; of bfloat16 [P, I / 2, 32, 2], pairs of inputs, the last with 0 if I is odd."""
-    if kind == "float32":
-        return _panels(weight.float()).transpose(1, 2).contiguous()
-    paired = functional.pad(weight.bfloat16(), (0, weight.shape[1] % 2))
-    pairs: Tensor = _panels(paired.view(torch.int32))  # [P, 32, I / 2]
-    return pairs.transpose(1, 2).contiguous()
 
 
 def _int_panels(weight: Quantized) -> Tensor:

@@ -9,7 +9,7 @@ from speculative.errors import UnsupportedModel
 from speculative.kernels.bindings import Kernels
 from speculative.model.config import ModelConfig
 from speculative.model.formats import OwnFormat, Served
-from speculative.model.fp8 import E4M3, Fp8Rows, Rows, quantize_rows
+from speculative.model.fp8 import E4M3, Rows, ScaledRows, quantize_rows
 from speculative.model.layers import FusibleLayer, Matrix, nan_parameter
 
 _MULTIPLE = 16  # of all sizes, for the GPU's products
@@ -33,7 +33,7 @@ class Fp8Linear(Matrix, FusibleLayer):
 
     def forward(self, rows: Rows) -> Tensor:
         """[N, num_inputs] -> [N, num_outputs]."""
-        numbers, scales = rows if isinstance(rows, Fp8Rows) else self.ops.quantize(rows)
+        numbers, scales = rows if isinstance(rows, ScaledRows) else self.ops.quantize(rows)
         return torch._scaled_mm(  # with `use_fast_accum`, a Hopper GPU would add up in 14 bits
             numbers, self.weight.t(), scales, self.weight_scale.t(), bias=self.bias, out_dtype=self.dtype
         )
@@ -43,6 +43,7 @@ class Fp8(OwnFormat):
     """Keeps the numbers of a checkpoint that holds FP8, and rounds others."""
 
     linear = Fp8Linear
+    rounded = staticmethod(quantize_rows)
 
     def why_not(self, device: torch.device, dtype: str, kernels: Kernels | None) -> str:
         """Return why a device has no FP8 products. Where there is no GPU, one to come counts as able."""
@@ -84,14 +85,10 @@ class Fp8(OwnFormat):
                     "take quantization: auto."
                 )
 
-    def rounded(self, weight: Tensor) -> Fp8Rows:
-        """Round a plain matrix [O, I]."""
-        return quantize_rows(weight)
-
     def read(self, name: str, tensor: Tensor, others: Mapping[str, Tensor], dtype: torch.dtype) -> Served:
         """Return a matrix in FP8, by the checkpoint's numbers where it has some."""
         if tensor.dtype == E4M3:
-            return Fp8Rows(tensor, others[f"{name}_scale"].to(tensor.device, torch.float32))
+            return ScaledRows(tensor, others[f"{name}_scale"].to(tensor.device, torch.float32))
         return super().read(name, tensor, others, dtype)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from speculative.gpu.paged_attention import KernelAttention, PagedRows
 from speculative.model.attention import CacheAttention
 from speculative.model.config import ModelConfig
-from speculative.model.fp8 import E4M3, Fp8Rows, quantize_rows
+from speculative.model.fp8 import E4M3, ScaledRows, quantize_rows
 from speculative.model.layers import Attention, LayerOps, RMSNorm, use_layer_ops
 from speculative.model.loading import load_decoder
 from speculative.model.rotary import Rope, Rotary
@@ -92,7 +92,7 @@ def rounded_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_convert_float", converted)
 
 
-def assert_same_rows(found: Fp8Rows, expected: Fp8Rows) -> None:
+def assert_same_rows(found: ScaledRows, expected: ScaledRows) -> None:
     assert torch.equal(found.scales, expected.scales)
     assert torch.equal(found.numbers.float(), expected.numbers.float())
 
@@ -119,13 +119,13 @@ def test_what_a_norm_or_a_gate_quantizes_at_once_is_what_it_gives_rounded(
         norm.weight.copy_(drawn(size, dtype=dtype, seed=2))
         found.append(triton.add_norm(hidden, update, norm))
     (added, quantized), (expected, normed) = found
-    assert isinstance(quantized, Fp8Rows) and isinstance(normed, Tensor)
+    assert isinstance(quantized, ScaledRows) and isinstance(normed, Tensor)
     assert torch.equal(added, expected)
     assert_same_rows(quantized, quantize_rows(normed))
     gate_up = drawn(3, 2 * size, dtype=dtype)
     gate_up[1, size:] = 0
     quantized, gated = triton.gate(gate_up, feeds_fp8=True), triton.gate(gate_up)
-    assert isinstance(quantized, Fp8Rows) and isinstance(gated, Tensor)
+    assert isinstance(quantized, ScaledRows) and isinstance(gated, Tensor)
     assert_same_rows(quantized, quantize_rows(gated))
 
 

@@ -15,7 +15,7 @@ from speculative.model import fp8
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 from speculative.model.formats.fp8 import Fp8Linear
-from speculative.model.fp8 import E4M3, Fp8Rows, quantize_rows
+from speculative.model.fp8 import E4M3, ScaledRows, quantize_rows
 from speculative.model.loading import choose_weights, load_decoder
 from tests.support.engines import naive_logits
 from tests.support.tiny_models import write_tiny_model
@@ -108,7 +108,7 @@ def test_a_loaded_model_has_the_nearest_weights_and_nearly_the_same_logits(famil
     for name, tensor in expected.items():
         if "_proj.weight" in name:
             num_quantized += 1
-            found = Fp8Rows(slots[name], slots[f"{name}_scale"]).to_float()
+            found = ScaledRows(slots[name], slots[f"{name}_scale"]).to_float()
             assert torch.equal(found, quantize_rows(tensor).to_float()), name
         else:
             assert torch.equal(slots[name], tensor), name
