@@ -56,14 +56,13 @@ def test_a_good_configuration_passes_and_is_what_the_service_gets(name: str, tmp
 
 
 BAD: dict[str, dict[str, Any]] = {
-    "engine.kv_cache_tokens: must be a multiple of block_size (24)": config(
-    ),
+    "engine.kv_cache_tokens: must be a multiple of block_size (24)":
+        config(engine={"block_size": 24, "kv_cache_tokens": 16384}),
     "drafter.model: is missing: kind eagle3 needs a folder": config(drafter={"kind": "eagle3"}),
     "pools.prefill.gpus: is above 0, but engine.device is cpu; set it to 0": config(engine={"device": "cpu"}),
     "engine.verifier: cannot be set for engine.kind vllm": merged(VLLM, config(engine={"verifier": "coupled"})),
-    "engine.kv_cache_tokens: must hold at least one sequence of max_model_len (9000) tokens, got 8192": merged(
-        VLLM, config(engine={"max_model_len": 9000, "kv_cache_tokens": 8192}),
-    ),
+    "engine.kv_cache_tokens: must hold at least one sequence of max_model_len (9000) tokens, got 8192":
+        merged(VLLM, config(engine={"max_model_len": 9000, "kv_cache_tokens": 8192})),
     "access.open_metrics: is false, but there are no keys to open it": config(access={"open_metrics": False}),
 }  # fmt: skip
 
