@@ -109,7 +109,7 @@ class _Choice:
             ids, kinds, versions = held.token_ids, held.token_kinds, held.weight_versions
         first, self._begun = not self._begun, True
         in_order, self._parts = tuple(self._parts), []
-        entries = self._entries(delta, self._offsets(texts[:num_delivered])) if self._with_logprobs else None
+        entries = self._entries(delta, texts[:num_delivered]) if self._with_logprobs else None
         prompt_entries = self._prompt_entries if first else None
         stop_reason: str | int | None = None  # as vLLM has it: not the tokenizer's own end of text
         if reason is not None:
@@ -149,7 +149,17 @@ class _Choice:
             )
         self._prompt_due = False
         if self._num_ranked is not None:
-            self._prompt_entries = tuple(self._ranked(entry, self._num_ranked) for entry in reported)
+            ranked = []
+            for entry in reported:
+                top = [(*one, rank) for rank, one in enumerate(entry.top[: self._num_ranked], start=1)]
+                others = [one for one in top if one[0] != entry.token_id]
+                ranked.append(
+                    tuple(
+                        RankedEntry(token, self._tokenizer.token_text(token), finite_logprob(logprob), rank)
+                        for token, logprob, rank in ((entry.token_id, entry.logprob, entry.rank), *others)
+                    )
+                )
+            self._prompt_entries = tuple(ranked)
         if self._echo is not None and self._echo.entries is None:
             self._echo.entries = self._echoed(reported, self._echo.prompt.offsets)
 
@@ -161,20 +171,6 @@ class _Choice:
             TokenEntry(first, self._name(first), self._tokenizer.token_bytes(first), None, (), offsets[0]),
             *(self._entry(entry, offset) for entry, offset in zip(rest, offsets[1:], strict=True)),
         )
-
-    def _ranked(self, entry: TokenLogprobs, num_top: int) -> tuple[RankedEntry, ...]:
-        own = (entry.token_id, entry.logprob, entry.rank)
-        top = [(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top[:num_top], start=1)]
-        return tuple(
-            RankedEntry(token, self._tokenizer.token_text(token), finite_logprob(logprob), rank)
-            for token, logprob, rank in (own, *(each for each in top if each[0] != entry.token_id))
-        )
-
-    def _offsets(self, texts: Sequence[str]) -> list[int]:
-        """Return where each of these texts begins in the choice's."""
-        ends = list(accumulate(map(len, texts), initial=self._text_offset))
-        self._text_offset = ends.pop()
-        return ends
 
     def _end(self, delta: TokenDelta, released: list[str]) -> str:
         """The finish reason of a choice that ends here; the text held back until now is added to `released`."""
@@ -189,8 +185,10 @@ class _Choice:
         """Tokens of the answer up to now."""
         return self._text.num_delivered
 
-    def _entries(self, delta: TokenDelta, offsets: list[int]) -> tuple[TokenEntry, ...]:
+    def _entries(self, delta: TokenDelta, texts: Sequence[str]) -> tuple[TokenEntry, ...]:
+        """The entries of tokens that are delivered with these texts."""
         logprobs = delta.logprobs or ()
+        *offsets, self._text_offset = accumulate(map(len, texts), initial=self._text_offset)
         if len(logprobs) != len(delta.token_ids):
             raise EngineFault(f"{delta.request_id}: {len(delta.token_ids)} tokens came with {len(logprobs)} logprobs.")
         asked = self._request.params.logprob_token_ids

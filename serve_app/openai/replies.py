@@ -472,26 +472,24 @@ def _chat_choice(index: int, name: str, said: dict[str, Any], logprobs: Any, fin
 def _legacy_logprobs(entries: Sequence[TokenEntry], with_scored: bool) -> dict[str, Any]:
     """The parallel arrays of the old completions API; the emitted token is always among the top ones."""
     scored = {"scored_logprobs": [_scored(entry) for entry in entries]} if with_scored else {}
+    top_logprobs: list[dict[str, float] | None] = []
+    for entry in entries:
+        top: dict[str, float] = {}
+        for candidate in entry.top:
+            top.setdefault(candidate.text, candidate.logprob)
+        if entry.logprob is not None:
+            top.setdefault(entry.text, entry.logprob)
+        top_logprobs.append(None if entry.logprob is None else top)
     return scored | {
         "tokens": [entry.text for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],
-        "top_logprobs": [_legacy_top(entry) for entry in entries],
+        "top_logprobs": top_logprobs,
         "text_offset": [entry.text_offset for entry in entries],
     }
 
 
 def _scored(entry: TokenEntry) -> dict[str, float]:
     return {str(token): logprob for token, logprob in entry.scored}
-
-
-def _legacy_top(entry: TokenEntry) -> dict[str, float] | None:
-    if entry.logprob is None:
-        return None
-    top: dict[str, float] = {}
-    for candidate in entry.top:
-        top.setdefault(candidate.text, candidate.logprob)
-    top.setdefault(entry.text, entry.logprob)
-    return top
 
 
 def token_logprobs(entries: Sequence[TokenEntry]) -> list[dict[str, Any]]:

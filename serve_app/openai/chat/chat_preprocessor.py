@@ -4,7 +4,6 @@ text is read."""
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from serve_app.backends.base import CallPart, ChatPrompt, Parsers, Reading, ReplyParser
 from serve_app.errors import UnsupportedParameter
@@ -106,7 +105,15 @@ class ChatPreprocessor:
                     f"chat_template_kwargs: the model's chat template has no variable {name[:100]!r}; "
                     f"it has: {', '.join(sorted(known)) or 'none'}.",
                 )
-        return dataclasses.replace(chat, variables=_effort(wire.reasoning_effort, template) | dict(chat.variables))
+        effort, told = wire.reasoning_effort, {}
+        if effort is not None:  # by the names that the template has for that, as vLLM sets them
+            wanted = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+            told = {name: value for name, value in wanted.items() if name in template.variables}
+            if not told and effort != "none":
+                raise UnsupportedParameter(
+                    "reasoning_effort", "reasoning_effort: the model's chat template has no setting for the effort."
+                )
+        return dataclasses.replace(chat, variables=told | dict(chat.variables))
 
     def answers(self, chat: ChatPrompt, prompt: Sequence[int], form: Structure | None) -> ResponseParser | None:
         """Return how the answers to a prompt are to be read, that are to have a form; None where all their text is
@@ -152,17 +159,3 @@ class ChatPreprocessor:
                 "required or a function; or set engine.kind: vllm and vllm.tool_parser in the server's configuration, "
                 f"or model.chat_template to a template of such a format (for ChatML models {shipped}).",
             )
-
-
-def _effort(effort: str | None, template: ChatTemplate) -> dict[str, Any]:
-    """Variables that tell a template how much to reason, by the names that it has for that, as vLLM sets them. Raises
-    UnsupportedParameter: it has none."""
-    if effort is None:
-        return {}
-    reported = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    known = {name: value for name, value in reported.items() if name in template.variables}
-    if not known and effort != "none":
-        raise UnsupportedParameter(
-            "reasoning_effort", "reasoning_effort: the model's chat template has no setting for the effort."
-        )
-    return known

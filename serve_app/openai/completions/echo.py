@@ -29,14 +29,11 @@ class EchoedPrompt:
         offsets, offset = [0] * added, 0
         for text in texts:
             offsets.append(offset)
-            offset = min(offset + len(_as_sent(text, whole, offset)), len(whole))
+            # A prompt as it was sent lacks the space that sentencepiece puts behind a special token.
+            bare = text.removeprefix(" ")
+            shown = bare if not whole.startswith(text, offset) and whole.startswith(bare, offset) else text
+            offset = min(offset + len(shown), len(whole))
         return cls(whole, tuple(offsets))
-
-
-def _as_sent(text: str, prompt: str, offset: int) -> str:
-    """A token's text in a prompt, which lacks the space that sentencepiece puts behind a special token."""
-    bare = text.removeprefix(" ")
-    return bare if not prompt.startswith(text, offset) and prompt.startswith(bare, offset) else text
 
 
 class Echo:

@@ -130,7 +130,17 @@ class Controls:
             params = dataclasses.replace(params, max_tokens=len(answer.token_ids) - 1, min_tokens=0)
             return _as_control(dataclasses.replace(answer, request=dataclasses.replace(answer.request, params=params)))
         if change == "alternatives":
-            return _with_low_alternatives(answer) if "alternatives" in checked.checks else None
+            if "alternatives" not in checked.checks:
+                return None
+            places = [
+                one._replace(
+                    top=tuple((token, value - _FAR_NATS) for token, value in one.top),
+                    scored=tuple((token, value - _FAR_NATS) for token, value in one.scored),
+                )
+                for one in answer.alternatives
+                if one.place >= len(answer.request.prompt_token_ids) and one.top  # a control's prompt is not replayed
+            ]
+            return _as_control(answer, alternatives=tuple(places)) if len(places) >= _LEAST_PLACES else None
         if params.greedy not in self._with_rows or not _is_plain(answer):
             return None
         if change == "token":
@@ -164,20 +174,6 @@ def _with_other_tokens(answer: Answer, logprobs: list[float]) -> Answer | None:
             return None
         token_ids[index] = other
     return _as_control(answer, token_ids=tuple(token_ids), logprobs=())
-
-
-def _with_low_alternatives(answer: Answer) -> Answer | None:
-    """Lower the numbers of its own tokens: a control's prompt is not replayed."""
-    start = len(answer.request.prompt_token_ids)
-    places = [
-        one._replace(
-            top=tuple((token, value - _FAR_NATS) for token, value in one.top),
-            scored=tuple((token, value - _FAR_NATS) for token, value in one.scored),
-        )
-        for one in answer.alternatives
-        if one.place >= start and one.top
-    ]
-    return _as_control(answer, alternatives=tuple(places)) if len(places) >= _LEAST_PLACES else None
 
 
 def _as_control(answer: Answer, **changes: object) -> Answer:

@@ -49,34 +49,27 @@ class DumpFolder:
             return None
         try:
             with self._lock:
-                path = self._put(self._folder, reason, text)
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                dumps = sorted(self._folder.glob(f"{_PREFIX}*.json"))
+                sizes = [path.stat().st_size for path in dumps]
+                while dumps and (len(dumps) >= self._max_files or sum(sizes) + len(text) > self._max_bytes):
+                    dumps.pop(0).unlink()
+                    sizes.pop(0)
+                self._number += 1
+                stamp, why = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()), re.sub("[^a-z0-9_]+", "-", reason.lower())
+                path = self._folder / f"{_PREFIX}{stamp}-{self._number:06d}-{why[:60]}.json"
+                part = path.with_suffix(".part")  # nobody reads half a dump
+                try:
+                    part.touch(mode=0o600)
+                    part.write_text(text, encoding="ascii")
+                    os.replace(part, path)
+                finally:
+                    part.unlink(missing_ok=True)
         except OSError as error:
             _logger.warning("a dump (%s) could not be written: %s", reason, error)
             return None
         _logger.warning("wrote %s", path)
         return path
-
-    def _put(self, folder: Path, reason: str, text: str) -> Path:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._make_room(folder, len(text))
-        self._number += 1
-        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-        path = folder / f"{_PREFIX}{stamp}-{self._number:06d}-{re.sub('[^a-z0-9_]+', '-', reason.lower())[:60]}.json"
-        part = path.with_suffix(".part")  # nobody reads half a dump
-        try:
-            part.touch(mode=0o600)
-            part.write_text(text, encoding="ascii")
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
-        return path
-
-    def _make_room(self, folder: Path, num_bytes: int) -> None:
-        dumps = sorted(folder.glob(f"{_PREFIX}*.json"))
-        sizes = [path.stat().st_size for path in dumps]
-        while dumps and (len(dumps) >= self._max_files or sum(sizes) + num_bytes > self._max_bytes):
-            dumps.pop(0).unlink()
-            sizes.pop(0)
 
 
 def _plain(value: Any) -> Any:

@@ -128,9 +128,16 @@ class ReplayChecker:
         try:
             replayed = await self._replayed(answer)
             if (own := comparable(answer, replayed)) is None:
-                return "outdated", _outdated(answer, replayed)
+                made, now = ", ".join(answer.weight_versions), replayed.weight_version
+                _logger.info(
+                    "%s was made with weights %s, and was replayed with %s", answer.request.request_id, made, now
+                )
+                return "outdated", Checked(reason="the weights that made it are no longer served")
             judgement = self._judge(*own)
-            checked = _saying_from_where(answer, judgement.checked)
+            checked = judgement.checked
+            if len(answer.weight_versions) > 1:
+                since = f"from token {answer.num_before_update} on, since when these weights made it"
+                checked = dataclasses.replace(checked, reason=f"{checked.reason} ({since})")
             if answer.request.rehearsal:  # it is shown, and is no evidence
                 rehearsed = dataclasses.replace(checked, reason=f"{REHEARSED}{checked.reason}")
                 checked = self._book.report(Case(*own, rehearsed))
@@ -195,20 +202,6 @@ def comparable(answer: Answer, replayed: Replayed) -> tuple[Answer, Replayed] | 
     if not own.token_ids or own.weight_versions != (replayed.weight_version,):
         return None
     return own, replayed if own is answer else replayed.last(len(own.token_ids))
-
-
-def _saying_from_where(answer: Answer, checked: Checked) -> Checked:
-    if len(answer.weight_versions) == 1:
-        return checked
-    since = f"from token {answer.num_before_update} on, since when these weights made it"
-    return dataclasses.replace(checked, reason=f"{checked.reason} ({since})")
-
-
-def _outdated(answer: Answer, replayed: Replayed) -> Checked:
-    """A replay by other weights proves nothing about the answer."""
-    made, now = ", ".join(answer.weight_versions), replayed.weight_version
-    _logger.info("%s was made with weights %s, and was replayed with %s", answer.request.request_id, made, now)
-    return Checked(reason="the weights that made it are no longer served")
 
 
 def _cause(error: Exception) -> Exception:

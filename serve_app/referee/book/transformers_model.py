@@ -64,7 +64,12 @@ class TransformersModel:
             raise ConfigError(f"cannot load a model from {folder}: {error}") from error
         self._model = loaded.eval()
         if is_rounded(form):
-            _round_to_form(loaded, folder, form)
+            # Each product gets the numbers that its weights stand for in this form.
+            lm_head, served = loaded.get_output_embeddings(), ServedTensors(folder, format_of(form), torch.float32)
+            for name, linear in loaded.named_modules():
+                if isinstance(linear, nn.Linear):
+                    weight = served.floats(LM_HEAD if linear is lm_head else f"{name}.weight")
+                    linear.weight = nn.Parameter(weight, requires_grad=False)
         self._numerics = Numerics("transformers", "float32", form if is_rounded(form) else "plain")
         self.vocab_size = int(loaded.config.vocab_size)
         self.max_model_len = int(loaded.config.max_position_embeddings)
@@ -234,15 +239,6 @@ def _load(folder: Path, weights: ServedWeights) -> TransformersModel:
     if needed > (free := _free_bytes()):
         raise UnsupportedModel(f"{folder} in float32 takes {needed / _GIB:.1f} GiB; only {free / _GIB:.1f} are free.")
     return TransformersModel(folder, weights.form)
-
-
-def _round_to_form(model: Any, folder: Path, form: str) -> None:
-    """Give each product of a loaded model the numbers that its weights stand for in this form."""
-    lm_head, served = model.get_output_embeddings(), ServedTensors(folder, format_of(form), torch.float32)
-    for name, linear in model.named_modules():
-        if isinstance(linear, nn.Linear):
-            weight = served.floats(LM_HEAD if linear is lm_head else f"{name}.weight")
-            linear.weight = nn.Parameter(weight, requires_grad=False)
 
 
 def _free_bytes() -> int:

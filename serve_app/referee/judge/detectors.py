@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from serve_app.referee.judge.draws import DrawResult, DrawTest
@@ -95,7 +95,21 @@ class ReplicaWatch:
         alarms: list[Alarm] = []
         tokens = once(tokens, self._known, self._tolerance)
         for stratum, members in by_stratum(tokens).items():
-            alarms += self._drifts(stratum, members, drift_tolerance, at)
+            drifts = drifts_of(token for token in members if not token.known)
+            cusum, jumps, shifts = self._cusums[stratum], self._jumps[stratum], self._shifts[stratum]
+            risen = cusum.add((drift.counted for drift in drifts), drift_tolerance, at)
+            jumps.add((drift.nats > self._tolerance.jump_nats for drift in drifts), at)
+            shifts.add((token.move for token in members if token.move is not None), at)
+            self._leans[stratum].add(drifts)
+            since = [cusum.evidence_since] if risen else []
+            if jumps.alarm:
+                since.append(jumps.evidence_since)
+                del self._jumps[stratum]
+            if shifts.alarm:
+                since.append(shifts.evidence_since)
+                del self._shifts[stratum]
+            if since:
+                alarms.append(Alarm("drift", stratum, min(since), self._leans.pop(stratum).side))
             draws = self._draws[stratum]
             draws.add([token.draw for token in members if token.draw is not None and not token.known], at)
             if draws.alarm:
@@ -113,24 +127,6 @@ class ReplicaWatch:
         if self._others.add(others, drift_tolerance, at):
             alarms.append(Alarm("alternatives", "all", self._others.evidence_since))
         return alarms
-
-    def _drifts(self, stratum: str, tokens: Sequence[SeenToken], tolerance: float, at: float) -> Iterator[Alarm]:
-        cusum, jumps = self._cusums[stratum], self._jumps[stratum]
-        drifts = drifts_of(token for token in tokens if not token.known)
-        shifts = self._shifts[stratum]
-        risen = cusum.add((drift.counted for drift in drifts), tolerance, at)
-        jumps.add((drift.nats > self._tolerance.jump_nats for drift in drifts), at)
-        shifts.add((token.move for token in tokens if token.move is not None), at)
-        self._leans[stratum].add(drifts)
-        found = [cusum.evidence_since] if risen else []
-        if jumps.alarm:
-            found.append(jumps.evidence_since)
-            del self._jumps[stratum]
-        if shifts.alarm:
-            found.append(shifts.evidence_since)
-            del self._shifts[stratum]
-        if found:
-            yield Alarm("drift", stratum, min(found), self._leans.pop(stratum).side)
 
 
 def once(tokens: Sequence[SeenToken], known: KnownContexts, tolerance: Tolerance) -> list[SeenToken]:

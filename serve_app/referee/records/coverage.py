@@ -55,13 +55,9 @@ class Coverage:
                 self._due.append((now, replica, one))
         while self._due and self._due[0][0] <= now - self._longest_s - _HANDED_IN_AFTER_S:
             _, maker, one = self._due.popleft()
-            self._judge(maker, one)
-
-    def _judge(self, replica: str, one: Finished) -> None:
-        is_missing = one.request_id not in self._came
-        for stratum in ("all", replica, f"{one.num_tokens.bit_length()} bits of tokens"):
-            test = self._tests[stratum]
-            test.add([is_missing])
-            if test.alarm:
-                del self._tests[stratum]
-                self._missed(replica)
+            for stratum in ("all", maker, f"{one.num_tokens.bit_length()} bits of tokens"):
+                test = self._tests[stratum]
+                test.add([one.request_id not in self._came])
+                if test.alarm:
+                    del self._tests[stratum]
+                    self._missed(maker)

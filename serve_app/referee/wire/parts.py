@@ -33,17 +33,14 @@ def of_completion(parts: Sequence[Json], versions: Collection[str], kind: str) -
     for own in chunks.values():
         yield "finish_reason before the end", [one for one in own[:-1] if one["finish_reason"] is not None], []
         if kind != "text_completion":
-            yield from _of_messages([one.get("message") or one["delta"] for one in own])
-
-
-def _of_messages(messages: Sequence[Json]) -> Facts:
-    yield "the roles", [one.get("role") for one in messages], ["assistant", *[None] * (len(messages) - 1)]
-    calls: dict[int, Json] = {}
-    for message in messages:
-        for number, call in enumerate(message.get("tool_calls") or ()):
-            calls.setdefault(call.get("index", number), call)
-    yield "the kinds of its calls", {call["type"] for call in calls.values()} <= {"function"}, True
-    yield from _of_ids("its calls", [call["id"] for call in calls.values()])
+            messages = [one.get("message") or one["delta"] for one in own]
+            yield "the roles", [one.get("role") for one in messages], ["assistant", *[None] * (len(messages) - 1)]
+            calls: dict[int, Json] = {}
+            for message in messages:
+                for number, call in enumerate(message.get("tool_calls") or ()):
+                    calls.setdefault(call.get("index", number), call)
+            yield "the kinds of its calls", {call["type"] for call in calls.values()} <= {"function"}, True
+            yield from _of_ids("its calls", [call["id"] for call in calls.values()])
 
 
 def of_response(parts: Sequence[Json], *, streamed: bool) -> Facts:

@@ -262,29 +262,26 @@ def _of_response(parts: Sequence[Json]) -> Json:
     """A response of the Responses API, from all that came of it, in the form of a chat's reply. Raises Unreadable: it
     is none."""
     try:
-        return _as_chat(parts[-1].get("response") or parts[-1])
+        response = parts[-1].get("response") or parts[-1]
+        items = response["output"]
+        said, thought = (
+            [part for one in items if one["type"] == kind for part in one["content"]]
+            for kind in ("message", "reasoning")
+        )
+        choice = {
+            "index": 0,
+            "finish_reason": {"completed": "stop", "incomplete": "length"}.get(response["status"]),
+            "logprobs": {"content": [entry for part in said for entry in part["logprobs"]]},
+            "message": {
+                "content": "".join(part["text"] for part in said),
+                "reasoning": "".join(part["text"] for part in thought),
+                "tool_calls": [{"function": one} for one in items if one["type"] == "function_call"],
+            },
+        }
+        usage = {_USAGE.get(name, name): value for name, value in response["usage"].items()}
+        return {**response, "choices": [choice], "usage": usage}
     except (LookupError, TypeError, AttributeError) as error:
         raise Unreadable(_NO_COMPLETION) from error
-
-
-def _as_chat(response: Json) -> Json:
-    items = response["output"]
-    said, thought = ([part for one in items if one["type"] == kind for part in one["content"]] for kind in _SAYS)
-    choice = {
-        "index": 0,
-        "finish_reason": {"completed": "stop", "incomplete": "length"}.get(response["status"]),
-        "logprobs": {"content": [entry for part in said for entry in part["logprobs"]]},
-        "message": {
-            "content": "".join(part["text"] for part in said),
-            "reasoning": "".join(part["text"] for part in thought),
-            "tool_calls": [{"function": one} for one in items if one["type"] == "function_call"],
-        },
-    }
-    usage = {_USAGE.get(name, name): value for name, value in response["usage"].items()}
-    return {**response, "choices": [choice], "usage": usage}
-
-
-_SAYS = ("message", "reasoning")
 
 
 def _ids(values: Any) -> list[int]:

@@ -64,17 +64,15 @@ def sampled_as(
     except (InvalidRequest, TypeError, ValueError, OverflowError, AttributeError) as error:
         what = f"{error.field}: its value" if isinstance(error, InvalidRequest) else "a parameter: its value"
         params, untested = SamplingParams(logprobs=0), untested or f"{what} cannot be repeated"
-    compared = not (vendor.logprobs_after_grammar and _has_grammar(body))
-    compared &= not vendor.logprobs_after_temperature or _is_bare(params)
+    has_grammar = _has_form(body) or _has_to_call(body) or any(not is_off(body.get(name)) for name in _GRAMMARS)
+    penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1
+    is_bare = params.temperature in (0, 1) and not any(penalties) and not params.logit_bias
+    compared = not (vendor.logprobs_after_grammar and has_grammar) and (
+        not vendor.logprobs_after_temperature or is_bare
+    )
     num = body.get("n")
     num_choices = max(1, num) if isinstance(num, int) else 1
     return Sampled(params, seed, stops, untested, compared, num_choices)
-
-
-def _is_bare(params: SamplingParams) -> bool:
-    """Return whether nothing but filters comes between the model's logits and the distribution."""
-    penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1
-    return params.temperature in (0, 1) and not any(penalties) and not params.logit_bias
 
 
 def _read(values: Mapping[str, Any]) -> Json:
@@ -112,8 +110,3 @@ def _has_form(body: Json) -> bool:
 
 def _has_to_call(body: Json) -> bool:
     return body.get("tool_choice") not in (None, "auto", "none")
-
-
-def _has_grammar(body: Json) -> bool:
-    """Return whether a grammar decides which tokens there may be."""
-    return _has_form(body) or _has_to_call(body) or any(not is_off(body.get(name)) for name in _GRAMMARS)

@@ -103,7 +103,11 @@ def _read(text: str) -> Any:
         ValueError: it is not JSON.
         _Unchecked: a number in it is longer, or larger, than is computed with.
     """
-    return json.loads(text, parse_float=_number, parse_int=_number, parse_constant=_no_constant)
+
+    def no_constant(name: str) -> None:
+        raise ValueError(f"{name} is not valid JSON")
+
+    return json.loads(text, parse_float=_number, parse_int=_number, parse_constant=no_constant)
 
 
 def _number(text: str) -> Decimal:
@@ -113,10 +117,6 @@ def _number(text: str) -> Decimal:
     except ArithmeticError as error:
         raise _Unchecked from error
     raise _Unchecked
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not valid JSON")
 
 
 class CheckBudget:
