@@ -5,9 +5,7 @@ router mount the same one.
 """
 
 import dataclasses
-import functools
 import logging
-import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
@@ -124,10 +122,9 @@ class FrontEnd:
         Raises:
             InvalidRequest: it can never be served; `field` names what is wrong.
         """
-        if isinstance(wire, ChatCompletionRequest):
-            reply_format, words = reply_format or ChatFormat(), functools.partial(_of_messages, words)
+        own = ChatFormat() if isinstance(wire, ChatCompletionRequest) else CompletionFormat()
         limit_s = min((limit for limit in (wire.timeout, timeout_s) if limit is not None), default=None)
-        asked = Asked(wire, reply_format or CompletionFormat(), words, limit_s)
+        asked = Asked(wire, reply_format or own, words, limit_s)
         with in_words(words):
             asked.check(self._planner.model, self.limits, can_verify=self.checks is not None)
             return await self._planner.planned(await self._encoder.prompted(asked))
@@ -152,7 +149,7 @@ class FrontEnd:
                 span.see(choice)
             if job.asked.wire.verify and job.tapped is not None:
                 job.tapped.draft(to_json(await job.asked.format.whole(head, choices, run.usage(), None)).encode())
-            reported = await self._verdicts(job) | self._receipts(job, run)
+            reported = await self._reported(job, run)
         return await job.asked.format.whole(head, choices, run.usage(), reported)
 
     async def events(self, job: Planned) -> AsyncGenerator[bytes, None]:
@@ -185,7 +182,7 @@ class FrontEnd:
                             begun = True
                 if drafted is not None:
                     drafted.draft(await stream.end(self._current(job.head), None, run.usage))
-                reported = await self._verdicts(job) | self._receipts(job, run)
+                reported = await self._reported(job, run)
         except Exception as error:
             if not begun:
                 raise
@@ -198,25 +195,20 @@ class FrontEnd:
             return
         yield await stream.end(self._current(job.head), reported, run.usage)
 
-    async def _verdicts(self, job: Planned) -> dict[str, Any]:
-        """The reply's verdict, those of its choices, and what was checked of all of them, where they were asked for."""
-        if self.checks is None or not job.asked.wire.verify:
-            return {}
-        drafted = None if job.tapped is None else job.tapped.drafted(streamed=bool(job.asked.wire.stream))
-        checked = await self.checks.verdicts([request.request_id for request in job.requests], drafted)
-        verdicts = [one.verdict for one in checked]
-        return {
-            "verdict": worst(verdicts).value,
-            "verdicts": [verdict.value for verdict in verdicts],
-            "checked": checks_of_all(checked),
-        }
-
-    def _receipts(self, job: Planned, run: ChoiceRun) -> dict[str, Any]:
-        """The receipts of all choices, where they were asked for."""
-        if not job.asked.wire.receipt:
-            return {}
-        made = [receipt_of(*known, self._planner.model, job.head.created, self._signing_key) for known in run.records()]
-        return {"receipts": [receipt.to_wire() for receipt in made]}
+    async def _reported(self, job: Planned, run: ChoiceRun) -> dict[str, Any]:
+        """The reply's verdict, those of its choices and what was checked of all of them, and the receipts of all, where
+        they were asked for."""
+        reported: dict[str, Any] = {}
+        if self.checks is not None and job.asked.wire.verify:
+            drafted = None if job.tapped is None else job.tapped.drafted(streamed=bool(job.asked.wire.stream))
+            checked = await self.checks.verdicts([request.request_id for request in job.requests], drafted)
+            verdicts = [one.verdict for one in checked]
+            reported["verdict"] = worst(verdicts).value
+            reported |= {"verdicts": [one.value for one in verdicts], "checked": checks_of_all(checked)}
+        if job.asked.wire.receipt:
+            about = self._planner.model, job.head.created, self._signing_key
+            reported["receipts"] = [receipt_of(*known, *about).to_wire() for known in run.records()]
+        return reported
 
     def _pieces(self, job: Planned, run: ChoiceRun) -> AsyncGenerator[ChoiceDelta | None, None]:
         """The pieces of all choices as they come; None for each prompt that was taken in."""
@@ -241,11 +233,6 @@ class FrontEnd:
                     yield piece
                 if ended and run.unfinished.isdisjoint(names):
                     return
-
-
-def _of_messages(words: Callable[[str], str], text: str) -> str:
-    """In the words of an API whose prompt is a conversation."""
-    return words(re.sub(r"^prompt\b", "messages", text))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import re
 import time
 import uuid
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 from serve_app.backends.base import ModelInfo
 from serve_app.errors import ContextLengthExceeded, dead_end
 from serve_app.openai.asked import Asked, Limits, off_loop
+from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.prompts import Prompted
 from serve_app.openai.replies import ReplyHead
@@ -52,8 +54,12 @@ class Planned:
         if answers is not None and (of_tools := answers.refusal_of_tools(error)) is not None:
             return of_tools
         form = "tool_choice" if forced else asked.wire.structure_field
-        field = "" if error.field in _NO_FIELDS else asked.words(error.field.replace(_FORM, form))
-        return type(error)(field, asked.words(error.message.replace(_FORM, form)))
+        prompt = "messages" if isinstance(asked.wire, ChatCompletionRequest) else "prompt"
+        field, message = (
+            asked.words(re.sub(r"^prompt\b", prompt, text.replace(_FORM, form)))
+            for text in (error.field, error.message)
+        )
+        return type(error)("" if error.field in _NO_FIELDS else field, message)
 
 
 class Planner:

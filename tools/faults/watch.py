@@ -171,7 +171,7 @@ class ReplayAudit:
             yield f"replay distribution: {detail}"
         elif kind == "alternatives":
             yield "replayed alternatives (one answer)"
-        elif judgement.misplaced:
+        elif kind in ("likeliest", "allowed"):
             yield f"replayed token: {kind}"
 
 

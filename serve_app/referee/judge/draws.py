@@ -193,18 +193,18 @@ def draws_of(
     return check_draws(len(answer.token_ids), checks, found), results
 
 
-def misplaced_tokens(
+def wrong_place(
     tolerance: DrawTolerance, answer: Answer, replayed: Replayed, drifts: Sequence[TokenDrift | None]
-) -> tuple[tuple[DrawCheck, ...], str]:
-    """Return the tokens that are not where the request wants them, and the first in words; "" = none is."""
+) -> str:
+    """The first token that is not the likeliest of a greedy answer, or not allowed in a sampled one, in words; "" =
+    all are. drifts: of the answer's tokens."""
     checks = placement_checks(replayed.replayed or (), answer.request.params)
     found = tolerance.judge_all(checks, drifts)
-    misplaced = tuple(one for one, result in zip(checks, found, strict=True) if result is DrawResult.WRONG)
-    if not misplaced:
-        return (), ""
-    index, kind, nats, *_ = misplaced[0]
-    beyond = "below the likeliest" if kind == "likeliest" else "outside what the request allows"
-    return misplaced, f"{kind}: token {index} is {nats:.3g} nats {beyond}"
+    for (index, kind, nats, *_), result in zip(checks, found, strict=True):
+        if result is DrawResult.WRONG:
+            beyond = "below the likeliest" if kind == "likeliest" else "outside what the request allows"
+            return f"{kind}: token {index} is {nats:.3g} nats {beyond}"
+    return ""
 
 
 def wrong_draw(draws: DrawsChecked, kinds: Sequence[TokenKind]) -> str:

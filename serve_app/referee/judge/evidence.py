@@ -21,13 +21,12 @@ _MOST_TOKENS = 2.0**18  # no vocabulary is larger
 _MOST_GAIN = 1e4  # of one token, so that none raises an alarm alone
 
 
-class RareTest:
-    """A latched alarm where something happens in more than a share `rate` of cases."""
+class _Bets:
+    """A latched alarm of bets that lose on average where nothing is wrong."""
 
-    def __init__(self, rate: float, delta: float) -> None:
-        self._rate = rate
-        self._stakes = _RATE_STAKES / rate
-        self._processes = FreshStarts(delta, len(_RATE_STAKES), _RATE_PERIODS)
+    def __init__(self, stakes: np.ndarray, periods: tuple[int, ...], delta: float) -> None:
+        self._stakes = stakes
+        self._processes = FreshStarts(delta, len(stakes), periods)
         self.alarm = False
 
     @property
@@ -35,13 +34,23 @@ class RareTest:
         """Return it as `FreshStarts` does."""
         return self._processes.evidence_since
 
+    def _bet(self, gains: np.ndarray, at: float) -> None:
+        self.alarm |= self._processes.add_each(np.log1p(self._stakes * gains[:, None]), at)
+
+
+class RareTest(_Bets):
+    """A latched alarm where something happens in more than a share `rate` of cases."""
+
+    def __init__(self, rate: float, delta: float) -> None:
+        super().__init__(_RATE_STAKES / rate, _RATE_PERIODS, delta)
+        self._rate = rate
+
     def add(self, events: Iterable[bool], at: float = 0.0) -> None:
         """Take in cases of that time: whether it happened."""
-        happened = np.array(list(events), float)
-        self.alarm |= self._processes.add_each(np.log1p(self._stakes * (happened[:, None] - self._rate)), at)
+        self._bet(np.array(list(events), float) - self._rate, at)
 
 
-class UnlikelyTest:
+class UnlikelyTest(_Bets):
     """A latched alarm where tokens are sampled that p all but excludes: a bet on the uniform distribution over all
     tokens.
 
@@ -54,20 +63,14 @@ class UnlikelyTest:
     """
 
     def __init__(self, edge_nats: float, delta: float) -> None:
+        super().__init__(_UNLIKELY_STAKES, _UNLIKELY_PERIODS, delta)
         self._scale = math.exp(-edge_nats) / _MOST_TOKENS
-        self._processes = FreshStarts(delta, len(_UNLIKELY_STAKES), _UNLIKELY_PERIODS)
-        self.alarm = False
-
-    @property
-    def evidence_since(self) -> float:
-        """Return it as `FreshStarts` does."""
-        return self._processes.evidence_since
 
     def add(self, probabilities: Iterable[float], at: float = 0.0) -> None:
         """Take in p(y) of tokens that were sampled at that time."""
         ratios = self._scale / np.maximum(np.array(list(probabilities), float), 1e-30)
-        gains = np.fmin(ratios, _MOST_GAIN)  # which is what a probability that is no number counts as
-        self.alarm |= self._processes.add_each(np.log1p(_UNLIKELY_STAKES * (gains[:, None] - 1)), at)
+        # A probability that is no number counts as the most that one token can gain.
+        self._bet(np.fmin(ratios, _MOST_GAIN) - 1, at)
 
 
 class CalibrationTest:

@@ -10,13 +10,12 @@ from serve_app.backends.base import Replayed
 from serve_app.referee.judge.alternatives import ComparedAlternatives
 from serve_app.referee.judge.answer import Answer
 from serve_app.referee.judge.detectors import SeenToken, distribution_alarm, drifts_of, once, rows_of, why_drifted
-from serve_app.referee.judge.draws import DrawResult, DrawTolerance, draws_of, misplaced_tokens, wrong_draw
+from serve_app.referee.judge.draws import DrawResult, DrawTolerance, draws_of, wrong_draw, wrong_place
 from serve_app.referee.judge.drift import NoiseFloor, TokenDrift, tme_of
 from serve_app.referee.judge.shift import KnownContexts, contexts_before, contexts_of, moves_of
 from serve_app.referee.judge.tolerance import Tolerance, Tolerances
 from serve_app.referee.judge.verdicts import Checked, CheckResult, Distribution, folded
 from speculative.request import SURPRISAL_CLIP_NATS, Request
-from speculative.selfcheck.replayed_draws import DrawCheck
 
 _PROMPT = ("prompt",)
 _SEEDS_KEPT = 65_536  # of the requests replayed last
@@ -30,14 +29,12 @@ class Judgement:
 
     tokens: the same as evidence for the detectors of the replicas that made them: without what a client may choose, a
         seed or a context that comes again.
-    misplaced: the checks of tokens that are not the likeliest of a greedy answer, or not allowed in a sampled one.
     """
 
     checked: Checked  # the verdict, and what it rests on
     compared: tuple[SeenToken, ...]  # each compared token, the prompt's first
     tokens: tuple[SeenToken, ...]
     drift_tolerance: float  # the mean of exp|g - t| - 1 above which something is wrong
-    misplaced: tuple[DrawCheck, ...] = ()
     draws: tuple[tuple[str, DrawResult], ...] = ()  # what was checked of each draw that was made again, and its result
 
 
@@ -107,7 +104,7 @@ class Judge:
         tokens = answer.request.prompt_token_ids + answer.token_ids
         moves, contexts = moves_of(tokens, served, replayed.logprobs), contexts_before(tokens, len(of_each))
         draws, results = draws_of(noise.of_draws, answer, replayed, of_output)
-        misplaced, wrong_place = misplaced_tokens(noise.of_placement, answer, replayed, of_output)
+        misplaced = wrong_place(noise.of_placement, answer, replayed, of_output)
         others = ComparedAlternatives.of(answer, replayed)
         nothing = [None] * num_prompt
         seen = [
@@ -135,7 +132,7 @@ class Judge:
         num_drawn = num_rows if distribution is Distribution.TESTED else 0
         compared = (
             CheckResult("logprobs", len(answer.logprobs), why_drifted(own, drift_tolerance, tolerance)),
-            CheckResult("likeliest" if likeliest else "support", num_rows, wrong_place),
+            CheckResult("likeliest" if likeliest else "support", num_rows, misplaced),
             CheckResult("distribution", num_drawn, f"distribution: {alarm}" if alarm else ""),
             CheckResult("draws", draws.num_checked, wrong_draw(draws, answer.kinds)),
             CheckResult(
@@ -162,7 +159,7 @@ class Judge:
             noise.learn(answer.replica, output, replayed.logprobs[num_prompt:])
         known = self._contexts.add(contexts_of(tokens, len(seen)))
         evidence = _evidence(seen, known, distribution, drawn=params.greedy or not likeliest)
-        return Judgement(checked, tuple(seen), evidence, drift_tolerance, misplaced, results)
+        return Judgement(checked, tuple(seen), evidence, drift_tolerance, results)
 
     def _distribution(self, request: Request, output: Sequence[SeenToken], likeliest: bool) -> Distribution:
         """Return what its replayed tokens can show about their distribution; likeliest: or only whether they are

@@ -161,8 +161,7 @@ def test_one_greedy_token_that_no_rounding_explains_is_enough(gap: float, verdic
         judge.judge(recorded(f"cmpl-{number}", request=request, **fields), Replayed((-0.7,) * 200, (row(),) * 200))
     judged = judge.judge(recorded("cmpl-9", request=request, **fields), Replayed((-0.7,) * 200, tuple(rows)))
     assert judged.checked.verdict is verdict
-    assert [check.token_index for check in judged.misplaced] == ([199] if verdict is Verdict.SUSPECT else [])
-    if judged.misplaced:
+    if verdict is Verdict.SUSPECT:
         assert judged.checked.reason == "likeliest: token 199 is 0.3 nats below the likeliest"
 
 
