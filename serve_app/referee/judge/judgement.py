@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from serve_app.backends.base import Replayed
 from serve_app.referee.judge.alternatives import ComparedAlternatives
 from serve_app.referee.judge.answer import Answer
-from serve_app.referee.judge.detectors import SeenToken, distribution_alarm, drifts_of, once, rows_of, why_drifted
+from serve_app.referee.judge.detectors import SeenToken, distribution_alarm, once, rows_of, why_drifted
 from serve_app.referee.judge.draws import DrawResult, DrawTolerance, draws_of, wrong_draw, wrong_place
 from serve_app.referee.judge.drift import NoiseFloor, TokenDrift, tme_of
-from serve_app.referee.judge.shift import KnownContexts, contexts_before, contexts_of, moves_of
+from serve_app.referee.judge.shift import KnownContexts, Move, contexts_before, contexts_of, moves_of
 from serve_app.referee.judge.tolerance import Tolerance, Tolerances
 from serve_app.referee.judge.verdicts import Checked, CheckResult, Distribution, folded
 from speculative.request import SURPRISAL_CLIP_NATS, Request
@@ -58,11 +58,17 @@ class _Noise:
         floors = [floor for floor in self._floors.values() if floor.is_known] or [NoiseFloor()]
         return min(floor.tolerance(self.tolerance.max_tme) for floor in floors)
 
-    def learn(self, replica: str, output: Sequence[SeenToken], replayed: Sequence[float]) -> None:
+    def learn(
+        self,
+        replica: str,
+        drifts: Sequence[TokenDrift | None],
+        moves: Sequence[Move | None],
+        replayed: Sequence[float],
+    ) -> None:
         """Take in the tokens of an answer of a replica for which nothing was drafted, and their replayed logprobs.
         Those of certain tokens say nothing of how far logits move."""
-        self._floors.setdefault(replica, NoiseFloor()).add(drifts_of(output))
-        uncertain = (token.move for token, logprob in zip(output, replayed, strict=True) if logprob < _UNCERTAIN_NATS)
+        self._floors.setdefault(replica, NoiseFloor()).add([drift for drift in drifts if drift is not None])
+        uncertain = (move for move, logprob in zip(moves, replayed, strict=True) if logprob < _UNCERTAIN_NATS)
         self.of_draws.add(move.log_odds for move in uncertain if move is not None)
 
 
@@ -93,7 +99,7 @@ class Judge:
         noise = self._noise[tolerance]
         drift_tolerance = noise.drift_tolerance
 
-        # Each way to compare has its module; what is known of each token comes together as a `SeenToken`.
+        # Each way to compare has its module and gives a result; what it knows of each token is in a `SeenToken`.
         served = (*answer.prompt_logprobs, *(answer.logprobs or [None] * num_tokens))
         of_each = [
             None if logprob is None else TokenDrift.between(logprob, again)
@@ -102,10 +108,15 @@ class Judge:
         drifts, of_output = [drift for drift in of_each if drift is not None], of_each[num_prompt:]
         tme = tme_of(drifts)
         tokens = answer.request.prompt_token_ids + answer.token_ids
-        moves, contexts = moves_of(tokens, served, replayed.logprobs), contexts_before(tokens, len(of_each))
         draws, results = draws_of(noise.of_draws, answer, replayed, of_output)
+        drawn = CheckResult("draws", draws.num_checked, wrong_draw(draws, answer.kinds))
         misplaced = wrong_place(noise.of_placement, answer, replayed, of_output)
         others = ComparedAlternatives.of(answer, replayed)
+        wrong_others = others.wrong(noise.of_placement, drift_tolerance, tolerance.jump_nats)
+        beside = CheckResult("alternatives", others.found.num_compared, wrong_others)
+        other_drifts = others.drift_at(len(tokens) - len(of_each), len(tokens))
+        moves, contexts = moves_of(tokens, served, replayed.logprobs), contexts_before(tokens, len(of_each))
+        known = self._contexts.add(contexts_of(tokens, len(of_each)))
         nothing = [None] * num_prompt
         seen = [
             SeenToken(*one)
@@ -115,7 +126,7 @@ class Judge:
                 [*nothing, *(replayed.replayed or [None] * num_tokens)],
                 [*[answer.prompt_scored_by] * num_prompt, *answer.made_by],
                 [*nothing, *(draws.results or [None] * num_tokens)],
-                others.drift_at(answer.num_tokens - len(of_each), answer.num_tokens),
+                other_drifts,
                 moves,
                 contexts,
                 strict=True,
@@ -134,12 +145,8 @@ class Judge:
             CheckResult("logprobs", len(answer.logprobs), why_drifted(own, drift_tolerance, tolerance)),
             CheckResult("likeliest" if likeliest else "support", num_rows, misplaced),
             CheckResult("distribution", num_drawn, f"distribution: {alarm}" if alarm else ""),
-            CheckResult("draws", draws.num_checked, wrong_draw(draws, answer.kinds)),
-            CheckResult(
-                "alternatives",
-                others.found.num_compared,
-                others.wrong(noise.of_placement, drift_tolerance, tolerance.jump_nats),
-            ),
+            drawn,
+            beside,
         )
         verdict, reason, checks = folded((*compared, CheckResult("wire", int(answer.wire == "agrees"))))
         checked = Checked(
@@ -156,8 +163,7 @@ class Judge:
         )
 
         if answer.num_drafted == 0:
-            noise.learn(answer.replica, output, replayed.logprobs[num_prompt:])
-        known = self._contexts.add(contexts_of(tokens, len(seen)))
+            noise.learn(answer.replica, of_output, moves[num_prompt:], replayed.logprobs[num_prompt:])
         evidence = _evidence(seen, known, distribution, drawn=params.greedy or not likeliest)
         return Judgement(checked, tuple(seen), evidence, drift_tolerance, results)
 
