@@ -10,7 +10,7 @@ from types import TracebackType
 from serve_app.openai.choice import ChoiceRun
 from serve_app.openai.plan import Planned
 from serve_app.openai.replies import ChoiceDelta
-from serve_app.telemetry.tracing import Attributes, current_span
+from serve_app.telemetry.tracing import current_span
 
 PROVIDER = "truespec"
 _INT64 = 2**63
@@ -30,8 +30,30 @@ class GenerationSpan:
         self._reasons: dict[int, str] = {}
 
     def __enter__(self) -> "GenerationSpan":
-        if self._recorded:
-            self._span.set_attributes(_request_attributes(self._job))
+        if not self._recorded:
+            return self
+        request, num_choices, params = self._job.requests[0], self._job.head.num_choices, self._job.requests[0].params
+        chosen: dict[str, int | float | bool] = {
+            "stream": bool(self._job.asked.wire.stream),
+            "top_k": params.top_k,
+            "frequency_penalty": params.frequency_penalty,
+            "presence_penalty": params.presence_penalty,
+            "choice.count": num_choices if num_choices > 1 else 0,
+        }
+        # As a signed number of 64 bits, as OpenAI's and OpenTelemetry's seeds are.
+        sent = request.seed - 2 * _INT64 if request.seed >= _INT64 else request.seed
+        self._span.set_attributes(
+            {
+                "gen_ai.operation.name": self._job.asked.format.operation,
+                "gen_ai.provider.name": PROVIDER,
+                "gen_ai.request.model": self._job.head.model,
+                "gen_ai.request.max_tokens": params.max_tokens,
+                "gen_ai.request.temperature": params.temperature,
+                "gen_ai.request.top_p": params.top_p,
+                **{f"gen_ai.request.{name}": value for name, value in chosen.items() if value},
+                **({} if self._job.unrepeatable is None else {"gen_ai.request.seed": sent}),
+            }
+        )
         return self
 
     def see(self, piece: ChoiceDelta) -> None:
@@ -64,28 +86,3 @@ class GenerationSpan:
             self._span.set_attribute("gen_ai.response.finish_reasons", reasons)
         if isinstance(error, Exception):
             self._span.set_attribute("error.type", type(error).__name__)
-
-
-def _request_attributes(job: Planned) -> Attributes:
-    request, num_choices = job.requests[0], job.head.num_choices
-    params = request.params
-    chosen: dict[str, int | float | bool] = {
-        "stream": bool(job.asked.wire.stream),
-        "top_k": params.top_k,
-        "frequency_penalty": params.frequency_penalty,
-        "presence_penalty": params.presence_penalty,
-        "choice.count": num_choices if num_choices > 1 else 0,
-    }
-    # As a signed number of 64 bits, as OpenAI's and OpenTelemetry's seeds are.
-    sent = request.seed - 2 * _INT64 if request.seed >= _INT64 else request.seed
-    seed = {} if job.unrepeatable is None else {"gen_ai.request.seed": sent}
-    return {
-        "gen_ai.operation.name": job.asked.format.operation,
-        "gen_ai.provider.name": PROVIDER,
-        "gen_ai.request.model": job.head.model,
-        "gen_ai.request.max_tokens": params.max_tokens,
-        "gen_ai.request.temperature": params.temperature,
-        "gen_ai.request.top_p": params.top_p,
-        **{f"gen_ai.request.{name}": value for name, value in chosen.items() if value},
-        **seed,
-    }

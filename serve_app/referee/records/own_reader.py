@@ -22,7 +22,7 @@ from serve_app.referee.wire.exchange import CHAT, COMPLETIONS, GENERATE, RESPONS
 from serve_app.referee.wire.parts import Facts, of_completion, of_response
 from serve_app.referee.wire.reply import Choice, Json, Reply, read_reply
 from serve_app.text.tokenizer import Tokenizer
-from speculative.request import FinishReason, Structure, TokenKind
+from speculative.request import FinishReason, TokenKind
 
 PREFIX = "wire: "
 """Begins what is said of a difference."""
@@ -130,19 +130,19 @@ class _Comparison:
         kept, right = engine_fields(request), self._asked.expected(choice, len(request.prompt_token_ids))
         for name, value in right.items():
             yield f"{name} of the engine's request", kept[name], value
-        yield "the structure of the engine's request", self._has_structure(request.params.structure), True
+        structure, wanted = request.params.structure, self._asked.structure
+        thinks = wanted is not None and self._reading is not None and self._reading.thought_end
+        if self._demands.functions or thinks:
+            has_structure = structure is not None and structure.kind == "grammar"
+        elif wanted is None or structure is None:
+            has_structure = wanted is None and structure is None
+        else:
+            has_structure = wanted[0] == structure.kind and value_of(wanted[1]) == value_of(structure.text)
+        yield "the structure of the engine's request", has_structure, True
         if self._sent.get("timeout") is not None:
             yield "timeout of the engine's request", (request.timeout_s or math.inf) <= self._sent["timeout"], True
         ids, first = request.prompt_token_ids, self._traces[index - choice].request.prompt_token_ids
         yield "the engine's prompt", ids == first and (choice > 0 or self._asked.has_prompt(ids, number)), True
-
-    def _has_structure(self, kept: Structure | None) -> bool:
-        wanted = self._asked.structure
-        if self._demands.functions or (wanted is not None and self._reading is not None and self._reading.thought_end):
-            return kept is not None and kept.kind == "grammar"
-        if wanted is None or kept is None:
-            return wanted is None and kept is None
-        return wanted[0] == kept.kind and value_of(wanted[1]) == value_of(kept.text)
 
     # ---- the reply as a whole
 

@@ -56,8 +56,13 @@ class Record:
         count, maker = len(delta.token_ids), delta.prefilled_by or self.replica
         self.prefilled_by = delta.prefilled_by or self.prefilled_by
         latest = next(reversed(self.weight_versions), None)
-        if delta.weight_version != latest:
-            self._note_version(delta, latest)
+        if delta.weight_version != latest and (latest is None or delta.token_ids or delta.prompt_logprobs):
+            if latest is not None:
+                # What vLLM made before a switch may be read with what it made after it.
+                merged = count if self.numerics.engine == "vllm" else 0
+                self.num_before_update = len(self.token_ids) + merged
+            self.weight_versions.pop(delta.weight_version, None)
+            self.weight_versions[delta.weight_version] = None
         if delta.logprobs or delta.prompt_logprobs:
             self._take_entries(delta)
         self.token_ids += delta.token_ids
@@ -78,17 +83,6 @@ class Record:
         self.finish_reason = delta.finish_reason or self.finish_reason
         if self.num_rounds is not None and delta.token_ids:
             self.num_rounds += 1
-
-    def _note_version(self, delta: TokenDelta, latest: str | None) -> None:
-        """Other weights than the latest make the next tokens."""
-        if latest is not None:
-            if not (delta.token_ids or delta.prompt_logprobs):
-                return
-            # What vLLM made before a switch may be read with what it made after it.
-            merged = len(delta.token_ids) if self.numerics.engine == "vllm" else 0
-            self.num_before_update = len(self.token_ids) + merged
-        self.weight_versions.pop(delta.weight_version, None)
-        self.weight_versions[delta.weight_version] = None
 
     def _take_entries(self, delta: TokenDelta) -> None:
         """Add what is reported beside each logprob, before the delta's tokens are counted."""

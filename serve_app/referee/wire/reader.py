@@ -120,7 +120,17 @@ class ExchangeReader:
         if all(choice.prompt_token_ids for choice in choices):
             return [choice.prompt_token_ids or () for choice in choices]
         try:
-            prompts = self._plain(body.get("prompt")) if between is None else [self._chat(body, between)]
+            if between is None:
+                prompts = self._plain(body.get("prompt"))
+            else:
+                messages = [_as_text(message, between) for message in body.get("messages") or ()]
+                if not isinstance(body.get("chat_template_kwargs") or {}, dict):
+                    raise Unreadable("its chat_template_kwargs are not an object")
+                variables = dict(body.get("chat_template_kwargs") or {})
+                for name in ("add_generation_prompt", "continue_final_message"):
+                    variables |= {} if body.get(name) is None else {name: body[name]}
+                ids = self.tokenizer.encode_chat(messages, tools=body.get("tools") or (), variables=variables)
+                prompts = [tuple(ids)]
         except InvalidRequest as error:  # which may quote it
             raise Unreadable("its prompt cannot be encoded: the chat template refuses it, or there is none") from error
         if len(prompts) == 1 and num_tokens not in (None, 0, len(prompts[0])):
@@ -129,15 +139,6 @@ class ExchangeReader:
         if rest:
             raise Unreadable(f"{len(prompts)} prompts have {len(choices)} choices")
         return [prompt for prompt in prompts for _ in range(each)]
-
-    def _chat(self, body: Json, between: str) -> tuple[int, ...]:
-        messages = [_as_text(message, between) for message in body.get("messages") or ()]
-        if not isinstance(body.get("chat_template_kwargs") or {}, dict):
-            raise Unreadable("its chat_template_kwargs are not an object")
-        names = ("add_generation_prompt", "continue_final_message")
-        variables = dict(body.get("chat_template_kwargs") or {})
-        variables |= {name: body[name] for name in names if body.get(name) is not None}
-        return tuple(self.tokenizer.encode_chat(messages, tools=body.get("tools") or (), variables=variables))
 
     def _plain(self, prompt: Any) -> list[tuple[int, ...]]:
         if isinstance(prompt, str):

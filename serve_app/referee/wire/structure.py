@@ -63,19 +63,15 @@ def breaks_structure(
         if kind == "regex":
             return "" if budget.matches(text, answer, partial=not whole) else "it does not match its regular expression"
         if kind == "choice":
-            return _choice(text, answer, whole)
+            choices = json.loads(text)
+            fits = answer in choices if whole else any(choice.startswith(answer) for choice in choices)
+            return "" if fits else "it is none of its choices"
         return _json(text if kind == "json_schema" else None, answer, whole, budget)
     except (_Unchecked, RecursionError):
         return ""
 
 
 _KINDS = ("json_object", "json_schema", "regex", "choice")
-
-
-def _choice(text: str, answer: str, whole: bool) -> str:
-    choices = json.loads(text)
-    fits = answer in choices if whole else any(choice.startswith(answer) for choice in choices)
-    return "" if fits else "it is none of its choices"
 
 
 def _json(schema: str | None, answer: str, whole: bool, budget: "CheckBudget") -> str:

@@ -133,16 +133,6 @@ async def test_a_choice_that_goes_on_after_its_stop_string_has_stopped(tokenizer
     assert counts_by(sink, "requests", "outcome") == {"stop": 1, "length": 1}
 
 
-async def test_a_token_that_stops_counts_but_has_no_text(tokenizer: Tokenizer) -> None:
-    front, _, script = fake_front_end(tokenizer)
-    script.say("hello there")
-    ids = tokenizer.encode("hello there")
-    reply = await reply_to(front, completion(stop_token_ids=[ids[-1]], return_token_ids=True))
-    assert reply["choices"][0]["text"] == tokenizer.decode(ids[:-1])
-    assert reply["choices"][0]["token_ids"] == ids
-    assert reply["choices"][0]["finish_reason"] == "stop"
-
-
 async def test_a_completion_keeps_the_space_between_itself_and_the_prompt(sentencepiece: Tokenizer) -> None:
     ids = tuple(sentencepiece.encode("world"))
     source = DeltaSource(TokenDelta("0", ids, finish_reason=FinishReason.LENGTH))
@@ -205,12 +195,6 @@ async def test_chat_logprobs_carry_bytes_and_a_token_that_cannot_occur_is_finite
     content = reply["choices"][0]["logprobs"]["content"]
     top = [{"token": "a", "logprob": -0.5, "bytes": [97]}, {"token": "b", "logprob": -9999.0, "bytes": [98]}]
     assert content == [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": top}]
-
-
-async def test_missing_logprobs_are_a_fault_and_not_made_up(tokenizer: Tokenizer) -> None:
-    source = DeltaSource(run_of(tokenizer, "ab", finish_reason=FinishReason.LENGTH))
-    with pytest.raises(EngineFault, match="logprobs"):
-        await reply_to(front_end(source, tokenizer), completion(logprobs=0))
 
 
 async def test_token_kinds_have_one_entry_a_delivered_token_and_come_only_when_asked_for(tokenizer: Tokenizer) -> None:
@@ -296,19 +280,20 @@ async def test_a_later_error_ends_the_stream_with_an_error_event(tokenizer: Toke
 
 
 @pytest.mark.parametrize(
-    ("deltas", "expected"),
+    ("delta", "expected", "words"),
     [
-        ([TokenDelta("0", finish_reason=FinishReason.ERROR, error="NaN row")], EngineFault),
-        ([TokenDelta("0", finish_reason=FinishReason.ABORT)], RequestAborted),
-        ([TokenDelta("0", (5,))], EngineFault),  # the stream ends, the request does not
+        (TokenDelta("0", finish_reason=FinishReason.ERROR, error="NaN row"), EngineFault, "NaN row"),
+        (TokenDelta("0", finish_reason=FinishReason.ABORT), RequestAborted, "aborted"),
+        (TokenDelta("0", (5,)), EngineFault, "ended before"),  # the stream ends, the request does not
+        (TokenDelta("0", (5, 6), finish_reason=FinishReason.LENGTH), EngineFault, "2 tokens came with 0 logprobs"),
     ],
 )
 async def test_what_does_not_end_well_is_an_error(
-    tokenizer: Tokenizer, deltas: list[TokenDelta], expected: type[Exception]
+    tokenizer: Tokenizer, delta: TokenDelta, expected: type[Exception], words: str
 ) -> None:
-    source = DeltaSource(*deltas)
-    with pytest.raises(expected):
-        await reply_to(front_end(source, tokenizer), completion(prompt=[1]))
+    source, logprobs = DeltaSource(delta), 0 if "logprobs" in words else None
+    with pytest.raises(expected, match=words):
+        await reply_to(front_end(source, tokenizer), completion(prompt=[1], logprobs=logprobs))
     assert source.num_open == 0
 
 

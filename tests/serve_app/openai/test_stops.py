@@ -51,8 +51,9 @@ async def test_the_stop_string_or_token_is_the_stop_reason(tokenizer: Tokenizer,
 async def test_another_end_of_text_of_the_model_is_reported(tokenizer: Tokenizer) -> None:
     front, _, script = fake_front_end(tokenizer)
     script.say([*tokenizer.encode("hello"), 0])
-    (choice,) = (await reply_to(front, completion(stop_token_ids=[0])))["choices"]
+    (choice,) = (await reply_to(front, completion(stop_token_ids=[0], return_token_ids=True)))["choices"]
     assert (choice["finish_reason"], choice["stop_reason"], choice["text"]) == ("stop", 0, "hello")
+    assert choice["token_ids"] == [*tokenizer.encode("hello"), 0], "it counts, and has no text"
 
 
 @pytest.mark.parametrize("run_length", [1, 5, 40])
