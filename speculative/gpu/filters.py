@@ -1,6 +1,6 @@
 """Top-k, top-p and min-p without the host: they find each row's lowest logit that stays."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -41,11 +41,8 @@ class SamplingArrays:
 
     def of(self, params: list[SamplingParams]) -> Mapping[str, Array]:
         """One row a request of each of `sampling_fields`; not to be written to."""
-        if self._last[0] != params:
-            self._last = params, self._make(params)
-        return self._last[1]
-
-    def _make(self, params: Sequence[SamplingParams]) -> dict[str, Array]:
+        if self._last[0] == params:
+            return self._last[1]
         rows = SamplingRows.build(params, self._vocab_size, torch.device("cpu"))
         made = {"temperature": rows.temperature.numpy(), "greedy": rows.greedy.numpy()}
         nothing = {"log_min_p": -np.inf, "top_k": self._vocab_size, "top_p": 1.0}
@@ -53,6 +50,7 @@ class SamplingArrays:
             made[name] = np.full(len(params), padding, np.int64 if name == "top_k" else np.float32)
             if rows.filters is not None:
                 made[name][rows.filters.rows.numpy()] = getattr(rows.filters, name).numpy()
+        self._last = params, made
         return made
 
 

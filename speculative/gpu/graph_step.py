@@ -181,7 +181,11 @@ class GraphStep:
         bucket = self.buckets.fit(len(batch.entries), int(drafts.counts.max()) + 1)
         rows_bucket = self.buckets.fit_rows(len(batch.entries), len(step_input.verify_rows))
         assert bucket is not None and rows_bucket is not None, "every batch that is taken fits"
-        places = self.runner.target.run(bucket, step_input, _sources(step_input, drafts))
+        sources = None
+        if drafts.rows is not None:
+            sources = np.full(len(step_input.input_ids), -1, np.int64)
+            sources[step_input.verify_rows[step_input.offsets > 0]] = drafts.rows
+        places = self.runner.target.run(bucket, step_input, sources)
         requests = self._requests.of(batch.entries)
         sampler, self_check = self._checked.sampler, self._checked.self_check
         checked, edits = self_check.due(), None
@@ -255,15 +259,6 @@ def _host_reads_drafts(batch: Batch) -> bool:
         sequence.constraint is not None or (sequence.rules is not None and sequence.rules.reads_drafts)
         for sequence in drafting
     )
-
-
-def _sources(step_input: StepInput, drafts: StepDrafts) -> Int64s | None:
-    """[N] per packed row, where its token lies in the statics; -1 where the host knows it."""
-    if drafts.rows is None:
-        return None
-    sources = np.full(len(step_input.input_ids), -1, np.int64)
-    sources[step_input.verify_rows[step_input.offsets > 0]] = drafts.rows
-    return sources
 
 
 def _per_entry(step_input: StepInput) -> list[list[int]]:

@@ -62,8 +62,25 @@ class LogitEdits:
 
     def prepare(self, sizes: EditSizes) -> None:
         """Make room for edits of that size, before anything that applies them is captured."""
-        if sizes not in self._inputs:
-            self._inputs[sizes] = StagedInputs(self._fields(sizes), self._device)
+        if sizes in self._inputs:
+            return
+        rows, entries, cells = (self._largest.num_rows,), (self._largest.num_seqs,), (sizes.num_cells,)
+        num_masks = min(sizes.num_masks, self._largest.num_rows)
+        fields = {
+            "mask_of_row": Field(rows, torch.int32, -1),
+            "masks": Field((num_masks, -(-self._vocab_size // 32)), torch.int32),
+            "biased_rows": Field(cells, torch.int32, self._largest.num_rows),
+            "biased_tokens": Field(cells, torch.int32),
+            "biases": Field(cells, torch.float32),
+            "starts": Field((entries[0] + 1,), torch.int32),
+            "penalised": Field(cells, torch.int32),
+            "counts": Field(cells, torch.int32),
+            "in_prompt": Field(cells, torch.bool),
+            "repetition": Field(entries, torch.float64, 1.0),
+            "frequency": Field(entries, torch.float64),
+            "presence": Field(entries, torch.float64),
+        }
+        self._inputs[sizes] = StagedInputs(fields, self._device)
 
     def send(self, edits: "StepEdits") -> None:
         """Bring a step's edits to the device."""
@@ -79,24 +96,6 @@ class LogitEdits:
         used |= dict.fromkeys(("repetition", "frequency", "presence"), num_entries)
         fields = EditFields(**{name: given[name][: used.get(name)] for name in EditFields._fields})
         return self._edit(logits, rows, fields, self._largest.num_queries - 1)
-
-    def _fields(self, sizes: EditSizes) -> dict[str, Field]:
-        rows, entries, cells = (self._largest.num_rows,), (self._largest.num_seqs,), (sizes.num_cells,)
-        num_masks = min(sizes.num_masks, self._largest.num_rows)
-        return {
-            "mask_of_row": Field(rows, torch.int32, -1),
-            "masks": Field((num_masks, -(-self._vocab_size // 32)), torch.int32),
-            "biased_rows": Field(cells, torch.int32, self._largest.num_rows),
-            "biased_tokens": Field(cells, torch.int32),
-            "biases": Field(cells, torch.float32),
-            "starts": Field((entries[0] + 1,), torch.int32),
-            "penalised": Field(cells, torch.int32),
-            "counts": Field(cells, torch.int32),
-            "in_prompt": Field(cells, torch.bool),
-            "repetition": Field(entries, torch.float64, 1.0),
-            "frequency": Field(entries, torch.float64),
-            "presence": Field(entries, torch.float64),
-        }
 
 
 # -- on the host ----------------------------------------------------------------------------------------------------

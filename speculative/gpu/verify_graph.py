@@ -135,8 +135,19 @@ class VerifyGraph:
             extras = Extras(reported, None if rows.edits is None else rows.edits.sizes)
         captured = self.prepare(bucket, extras)
         host = captured.inputs.next_host()
-        verify_rows = VerifyRows.of(rows.step_input, self._ops.host)
-        _fill(host, rows, verify_rows, self._params.of(params))
+        step_input, num_rows, num_entries = rows.step_input, len(rows.step_input.drafts), len(params)
+        host["places"][:num_rows] = rows.places
+        for name, values in VerifyRows.of(step_input, self._ops.host).named().items():
+            if name in host:
+                host[name][: len(values)] = values
+        for name, values in self._params.of(params).items():
+            host[name][:num_rows] = values[step_input.verify_entries]
+        host["counted"][:num_entries], host["coupled"][:num_entries] = rows.counted, rows.coupled
+        host["checked"][:], host["reported"][:] = rows.checked, reports
+        if rows.draft_rows is not None:
+            host["draft_rows"][: len(rows.draft_rows)] = rows.draft_rows
+            host["sources"][:num_rows][step_input.drafts >= 0] = rows.draft_rows
+        _give_rows_to_nobodies(host, num_rows, num_entries)
         if extras.reported is not None:
             extras.reported.fill(host, params)
         captured.inputs.send()
@@ -211,24 +222,6 @@ def _fields(bucket: Bucket, vocab_size: int) -> dict[str, Field]:
         "reported": Field((1,), torch.bool, 0),
         "draft_rows": Field(drafts),
     } | sampling_fields(bucket.num_rows, vocab_size)
-
-
-def _fill(host: dict[str, Array], rows: JudgedRows, verify_rows: VerifyRows, per_entry: Mapping[str, Array]) -> None:
-    step_input = rows.step_input
-    num_rows, num_entries = len(step_input.drafts), len(step_input.sampled_entries)
-    entries = step_input.verify_entries
-    host["places"][:num_rows] = rows.places
-    for name, values in verify_rows.named().items():
-        if name in host:
-            host[name][: len(values)] = values
-    for name, values in per_entry.items():
-        host[name][:num_rows] = values[entries]
-    host["counted"][:num_entries], host["coupled"][:num_entries] = rows.counted, rows.coupled
-    host["checked"][:], host["reported"][:] = rows.checked, rows.requests.reported
-    if rows.draft_rows is not None:
-        host["draft_rows"][: len(rows.draft_rows)] = rows.draft_rows
-        host["sources"][:num_rows][step_input.drafts >= 0] = rows.draft_rows
-    _give_rows_to_nobodies(host, num_rows, num_entries)
 
 
 def _give_rows_to_nobodies(host: dict[str, Array], num_rows: int, num_entries: int) -> None:
