@@ -6,6 +6,7 @@ from typing import Any
 
 from deploy.reports.model import Cell
 from serve_app.referee.judge.detectors import meaning_of
+from serve_app.telemetry.logs import printable
 
 Report = Mapping[str, Any]
 """Return value of `Referee.report`."""
@@ -143,6 +144,5 @@ def moment(at: float) -> str:
 
 def plain(text: object) -> str:
     """Return what a server said, without characters that a terminal obeys or that cannot be seen, and not too long."""
-    said = str(text)
-    shown = "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in said)
+    shown = printable(str(text))
     return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}…"

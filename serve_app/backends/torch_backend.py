@@ -369,23 +369,9 @@ class TorchBackend:
     def _info(self, engine: EngineCore) -> ModelInfo:
         drafter = self._config.drafter.model
         folder = None if drafter is None else resolve_model(drafter, SHIPPED_HEADS)
-        return ModelInfo(
-            model_name=self._model_name,
-            max_model_len=engine.max_model_len,
-            vocab_size=engine.model.vocab_size,
-            fingerprint=engine.manifest.fingerprint,
-            folder=str(self._folder),
-            eos_token_ids=engine.model.eos_token_ids,
-            drafter_folder="" if folder is None else str(folder),
-            held_out_acceptance=held_out_rates(self._config.drafter.kind, folder),
-            quantization=self._form.quantization,
-            computing=self._computing(engine),
-        )
-
-    def _computing(self, engine: EngineCore) -> Computing:
         arithmetic, config = engine.arithmetic, self._config
         self._repeats = not arithmetic.rounding
-        return Computing(
+        computing = Computing(
             kernels=arithmetic.kernels,
             kernels_off=arithmetic.kernels_off,
             unrepeatable=arithmetic.rounding,
@@ -398,6 +384,18 @@ class TorchBackend:
             numerics=self._numerics,
             logprobs_mode=config.logprobs_mode,
             keeps_rounds=True,
+        )
+        return ModelInfo(
+            model_name=self._model_name,
+            max_model_len=engine.max_model_len,
+            vocab_size=engine.model.vocab_size,
+            fingerprint=engine.manifest.fingerprint,
+            folder=str(self._folder),
+            eos_token_ids=engine.model.eos_token_ids,
+            drafter_folder="" if folder is None else str(folder),
+            held_out_acceptance=held_out_rates(self._config.drafter.kind, folder),
+            quantization=self._form.quantization,
+            computing=computing,
         )
 
     @property
@@ -429,7 +427,10 @@ class TorchBackend:
                 events: list[tuple[str, Event]] = [(delta.request_id, delta) for delta in deltas]
                 for request_id in self._to_export.intersection(engine.held_ids):
                     self._to_export.discard(request_id)
-                    events.append((request_id, _export(engine, request_id)))
+                    try:
+                        events.append((request_id, engine.export(request_id)))
+                    except EngineFault as error:  # one damaged prompt is no reason to stop the engine
+                        events.append((request_id, error))
                 stalled = not events and not engine.scheduler.is_running
                 if events:
                     self._call(self._publish, events)
@@ -522,11 +523,3 @@ class _Form:
             return cls(kept, kept)
         # Where there are others beside them, the plain weights are those values, dequantized.
         return cls(kept, "gguf" if (folder / QUANTIZED_FILE).is_file() else None)
-
-
-def _export(engine: EngineCore, request_id: str) -> Handoff | EngineFault:
-    """The handoff, or the error: one damaged prompt is no reason to stop the engine."""
-    try:
-        return engine.export(request_id)
-    except EngineFault as error:
-        return error

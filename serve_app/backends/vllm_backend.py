@@ -42,6 +42,7 @@ from serve_app.backends.vllm_parts.scratch import Scratch
 from serve_app.backends.vllm_parts.settings import LEASE_S, SHARE, TERMS, TESTED, VllmSettings
 from serve_app.backends.vllm_parts.vllm_handoff import Readings, VllmManifest, pack, source_of, unpack
 from speculative.errors import ConfigError, EngineFault, HandoffRefused, InvalidRequest
+from speculative.model.end_tokens import end_tokens
 from speculative.model.head_checkpoint import held_out_rates
 from speculative.model.loading import resolve_model
 from speculative.request import DEFAULT_VERSION, FinishReason, Request, Speculation, TokenDelta
@@ -129,7 +130,7 @@ class VllmBackend:
             self._folder = await asyncio.to_thread(resolve_model, self._source)
             checkpoint.check_rotary(self._folder)
             await asyncio.to_thread(checkpoint.check_lm_head, self._folder)
-            self._ends = checkpoint.eos_token_ids(self._folder)
+            self._ends = tuple(end_tokens(self._folder))
         self._device, self._device_bytes = await asyncio.to_thread(
             _device, settings.ranks_of(self._settings.engine_args).by_ray
         )
@@ -646,6 +647,10 @@ class VllmBackend:
 
     def _info(self) -> ModelInfo:
         model = self._llm.model_config
+        why = "vLLM rounds by the size of the batch"
+        if self._speculates:
+            why += ", and what a seed gives depends on where its drafts end"
+        name = f"vllm {settings.installed_version()} {self._settings.engine.dtype}"
         return ModelInfo(
             model_name=self._model_name,
             max_model_len=self._max_model_len,
@@ -657,7 +662,9 @@ class VllmBackend:
             drafter_folder="" if self._drafter_folder is None else str(self._drafter_folder),
             held_out_acceptance=self._held_out,
             adapters=tuple(one.adapter for one in self._adapters),
-            computing=self._computing,
+            computing=Computing(
+                unrepeatable=why, couples_seeds=False, name=name, device=self._device, numerics=self._numerics
+            ),
             quantization=model.quantization or ("gguf" if self._came_quantized else None),
         )
 
@@ -668,15 +675,6 @@ class VllmBackend:
     @property
     def _held_out(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         return held_out_rates(self._settings.engine.drafter.kind, self._drafter_folder)
-
-    @property
-    def _computing(self) -> Computing:
-        why = "vLLM rounds by the size of the batch"
-        if self._speculates:
-            why += ", and what a seed gives depends on where its drafts end"
-        version = settings.installed_version()
-        name = f"vllm {version} {self._settings.engine.dtype}"
-        return Computing(unrepeatable=why, couples_seeds=False, name=name, device=self._device, numerics=self._numerics)
 
     @property
     def _numerics(self) -> Numerics:

@@ -48,7 +48,7 @@ class Formatter(logging.Formatter):
         line = f"{at} {record.levelname} {record.name}: {record.getMessage()}"
         listed = " ".join(f"{name}={value}" for name, value in facts.items())
         lines = [f"{line} [{listed}]" if listed else line, *(trouble.split("\n") if trouble else ())]
-        return "\n".join(map(_printable, lines))
+        return "\n".join(map(printable, lines))
 
 
 def configure(log_format: LogFormat, level: LogLevel, replica: str = "") -> None:
@@ -67,7 +67,7 @@ def configure(log_format: LogFormat, level: LogLevel, replica: str = "") -> None
         logging.getLogger(name).setLevel(level.upper())
 
 
-def _printable(line: str) -> str:
+def printable(line: str) -> str:
     """The line, with whatever could move a reader's cursor or end the line written as an escape."""
     if line.isprintable():
         return line

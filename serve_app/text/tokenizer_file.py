@@ -5,7 +5,7 @@ gives other ids. Here the file counts.
 """
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,10 @@ def read_tokenizer(folder: Path) -> tuple[RawTokenizer, tuple[str, ...]]:
     core.no_padding()
     named = list(_named(folder))
     remarks = [*_add_stated(core, folder, {text for text, _ in named})]
-    _add_named(core, named)
+    in_file = {token.content for token in core.get_added_tokens_decoder().values()}
+    for text, flags in named:  # they are cut out of a text whole, as added tokens are, where the vocabulary has them
+        if text not in in_file and core.token_to_id(text) is not None:
+            core.add_special_tokens([AddedToken(text, special=True, **flags)])
     for probe in _PROBES:
         if isinstance(tokens := _tokens(core, probe), str):
             raise ConfigError(f"{path} cannot encode {probe!r} ({tokens}); take the file from its source.")
@@ -176,14 +179,6 @@ def _named(folder: Path) -> Iterator[tuple[str, dict[str, bool]]]:
         text = token_text(value, name, place)
         if text is not None:
             yield text, {flag: bool(value[flag]) for flag in _FLAGS if isinstance(value, dict) and flag in value}
-
-
-def _add_named(core: RawTokenizer, named: Sequence[tuple[str, dict[str, bool]]]) -> None:
-    """Have them cut out of a text whole, as added tokens are, where the vocabulary has them."""
-    in_file = {token.content for token in core.get_added_tokens_decoder().values()}
-    for text, flags in named:
-        if text not in in_file and core.token_to_id(text) is not None:
-            core.add_special_tokens([AddedToken(text, special=True, **flags)])
 
 
 def _other_flags(core: RawTokenizer, folder: Path) -> Iterator[str]:

@@ -1,6 +1,5 @@
 """Facts about a checkpoint that this engine reads by itself: which one it is, and how long its sequences may be."""
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from speculative.errors import ConfigError
-from speculative.model.end_tokens import end_tokens
+from speculative.model.end_tokens import read_if_there
 from speculative.model.file_names import QUANTIZED_FILE
 from speculative.model.forms import quantization_of
 
@@ -46,7 +45,7 @@ def check_lm_head(folder: Path) -> None:
     Raises:
         ConfigError: it is another one, which transformers would use.
     """
-    if _read_json(folder / "config.json").get("tie_word_embeddings") is not True:
+    if read_if_there(folder / "config.json").get("tie_word_embeddings") is not True:
         return
     from safetensors import safe_open  # imports torch, which reading a configuration need not
 
@@ -70,7 +69,7 @@ def check_rotary(folder: Path) -> None:
     Raises:
         ConfigError: a `partial_rotary_factor` says otherwise.
     """
-    config = _read_json(folder / "config.json")
+    config = read_if_there(folder / "config.json")
     for place in (config, *(config.get(name) for name in ("rope_parameters", "rope_scaling"))):
         factor = place.get("partial_rotary_factor") if isinstance(place, Mapping) else None
         if factor not in (None, 1) and config.get("model_type") in _ROTATE_ALL:
@@ -89,7 +88,7 @@ def neutral_overrides(folder: Path, engine_args: Mapping[str, Any]) -> dict[str,
         engine_args: of the configuration.
     """
     given = engine_args.get("hf_overrides") or {}
-    config = _read_json(folder / "config.json")
+    config = read_if_there(folder / "config.json")
     found = {name: value for name, value in _NEUTRAL.items() if config.get(name, value) != value}
     if not found or not isinstance(given, Mapping):
         return {}
@@ -130,15 +129,10 @@ def hash_of(files: Iterable[Path]) -> str:
 
 def most_tokens(folder: Path, wanted: int | None) -> int | None:
     """`max_model_len` for vLLM: a token more than requests may have, as far as the model goes."""
-    longest = _read_json(folder / "config.json").get("max_position_embeddings")
+    longest = read_if_there(folder / "config.json").get("max_position_embeddings")
     if wanted is None or longest is None:
         return longest if wanted is None else wanted + 1
     return min(wanted + 1, int(longest))
-
-
-def eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """The tokens that end an answer; raises what `end_tokens` raises."""
-    return tuple(end_tokens(folder))
 
 
 def check_same_model(folder: Path, served: Path) -> None:
@@ -147,14 +141,10 @@ def check_same_model(folder: Path, served: Path) -> None:
     Raises:
         ConfigError: they are of two models; the message names the difference.
     """
-    theirs, ours = (_read_json(one / "config.json") for one in (folder, served))
+    theirs, ours = (read_if_there(one / "config.json") for one in (folder, served))
     for name in sorted({*theirs, *ours} - _LEAVES_MODEL_ALONE):
         if theirs.get(name) != ours.get(name):
             raise ConfigError(
                 f"{folder} is of another model: its {name} is {theirs.get(name)}, that of the served one "
                 f"{ours.get(name)}. Restart the service with it instead."
             )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

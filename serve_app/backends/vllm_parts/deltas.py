@@ -48,6 +48,8 @@ class DeltaReader:
         reported = (output.kv_transfer_params or {}).get(TERMS) or {}
         rounds = self._rounds(reported.get("rounds") or (), len(token_ids))
         reason = next((one for one in FinishReason if one == completion.finish_reason), None)
+        # A judged draft takes numbers from the generator of which nothing is known here.
+        self._keeps_draws &= not any(one.num_drafted for one in rounds)
         logprobs = None
         if params.returns_logprobs and completion.logprobs is not None:
             logprobs = _entries(token_ids, completion.logprobs, params.logprobs or 0, params.logprob_token_ids)
@@ -66,7 +68,7 @@ class DeltaReader:
             stop_token_id=token_ids[-1] if reason is FinishReason.STOP and token_ids else None,
             error=GAVE_UP if reason is FinishReason.ERROR else None,
             weight_version=weight_version,
-            round=self._sampled_round(rounds, len(token_ids)),
+            round=Round("vllm", len(token_ids)) if self._keeps_draws and token_ids else None,
         )
         self._begun = True
         return delta, rounds
@@ -82,11 +84,6 @@ class DeltaReader:
         if begin < self._num_read:
             rounds.append(SpeculationRound(self._num_read - begin))
         return rounds
-
-    def _sampled_round(self, rounds: Sequence[SpeculationRound], num_new: int) -> Round | None:
-        """For the referee; a judged draft takes numbers from the generator of which nothing is known here."""
-        self._keeps_draws &= not any(one.num_drafted for one in rounds)
-        return Round("vllm", num_new) if self._keeps_draws and num_new else None
 
     def _kinds(self, rounds: Sequence[SpeculationRound]) -> tuple[TokenKind, ...]:
         kinds: list[TokenKind] = []
@@ -111,13 +108,16 @@ def scored(request: Request, output: Any, weight_version: str) -> tuple[TokenDel
     params = request.params
     num_top = params.prompt_logprobs or 0
     entries = _prompt_entries(request, output, max(1, num_top))[request.score_from - 1 :]
-    untouched = params.greedy and not params.ruled and params.structure is None
+    replayed = None
+    if params.greedy and not params.ruled and params.structure is None:
+        gaps = [entry.top[0][1] - entry.logprob for entry in entries]
+        replayed = tuple(ReplayedToken(float(gap == 0), 1.0, 0.0, 0.0, gap, 0.0) for gap in gaps)
     delta = TokenDelta(
         request.request_id,
         logprobs=tuple(replace(entry, top=entry.top[:num_top]) for entry in entries),
         num_cached_tokens=output.num_cached_tokens or 0,
         queue_s=queue_s(output),
-        replayed=tuple(_greedy_row(entry) for entry in entries) if untouched else None,
+        replayed=replayed,
         finish_reason=FinishReason.STOP,
         weight_version=weight_version,
     )
@@ -160,9 +160,3 @@ def _entries(
 def _top(row: Mapping[int, Any], num_top: int) -> tuple[tuple[int, float], ...]:
     best = sorted(row.items(), key=lambda item: (-item[1].logprob, item[0]))[:num_top] if num_top else []
     return tuple((token, one.logprob) for token, one in best)
-
-
-def _greedy_row(entry: TokenLogprobs) -> ReplayedToken:
-    likeliest = entry.top[0][1]
-    greedy = float(entry.logprob == likeliest)
-    return ReplayedToken(greedy, 1.0, 0.0, 0.0, likeliest - entry.logprob, 0.0)

@@ -108,7 +108,12 @@ class WorkerExtension:
         runner = self.model_runner
         model, config = runner.drafter.model, runner.speculative_config.draft_model_config
         model = model.unwrap() if hasattr(model, "unwrap") else model
-        shared = _shared_modules(model, runner.get_model())
+        # Modules of the target that the drafter uses: in which of its own, under which name.
+        of_target = {id(module) for module in runner.get_model().modules()}
+        own = [module for module in model.modules() if id(module) not in of_target]
+        shared = [
+            (module, name, one) for module in own for name, one in module.named_children() if id(one) in of_target
+        ]
         names = {name for _, name, _ in shared}
         config.model, config.revision = path, None
         for owner, name, _ in shared:
@@ -157,10 +162,3 @@ class WorkerExtension:
         they should have accepted."""
         terms = [(list(terms.checks), terms.sums.tolist(), terms.achievable) for terms in self._watch.take()]
         return terms, self._watch.take_violations(), self._watch.take_excess()
-
-
-def _shared_modules(model: Any, target: Any) -> list[tuple[Any, str, Any]]:
-    """Modules of a target that a drafter uses: in which of its own, under which name."""
-    of_target = {id(module) for module in target.modules()}
-    own = [module for module in model.modules() if id(module) not in of_target]
-    return [(module, name, one) for module in own for name, one in module.named_children() if id(one) in of_target]

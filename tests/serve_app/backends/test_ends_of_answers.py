@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from serve_app.backends.base import ModelInfo, Shard
-from serve_app.backends.vllm_parts import checkpoint
 from serve_app.cluster.desired_state import WeightsRef
 from serve_app.cluster.weight_transfer import digest_of, fetched
 from serve_app.referee.book.transformers_model import TransformersModel
 from serve_app.text.tokenizer import Tokenizer
 from speculative.model.config import ModelConfig
+from speculative.model.end_tokens import end_tokens
 from speculative.model.gguf import convert_gguf
 from speculative.model.loading import load_decoder
 from tests.support.tiny_gguf import write_tiny_gguf
@@ -32,7 +32,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_all_agree(tuned: Path) -> None:
     wanted = (5, 0, 2)
     tokenizer, model = Tokenizer.from_folder(tuned), ModelConfig.from_folder(tuned)
-    assert tokenizer.eos_token_ids == model.eos_token_ids == checkpoint.eos_token_ids(tuned) == wanted
+    assert tokenizer.eos_token_ids == model.eos_token_ids == tuple(end_tokens(tuned)) == wanted
     assert TransformersModel(tuned).eos_token_ids == wanted
     target = load_decoder(tuned, dtype=torch.float32, device="cpu")
     assert target.config.eos_token_ids == wanted

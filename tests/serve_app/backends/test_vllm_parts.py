@@ -25,6 +25,7 @@ from serve_app.backends.vllm_parts.vllm_handoff import Readings, VllmManifest, p
 from serve_app.config.files import parse_args
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.errors import ConfigError, EngineFault, HandoffRefused
+from speculative.model.end_tokens import end_tokens
 from speculative.model.file_names import QUANTIZED_FILE
 from speculative.request import FinishReason, Request, SamplingParams, TokenKind
 from tests.support.fake_backend import FakeBackend
@@ -455,9 +456,9 @@ def test_the_fingerprint_of_a_checkpoint_is_of_what_vllm_reads(tmp_path: Path) -
 def test_a_checkpoint_reports_its_longest_sequence_and_what_ends_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 100, "eos_token_id": 2}))
     assert [checkpoint.most_tokens(tmp_path, wanted) for wanted in (None, 50, 99, 100)] == [100, 51, 100, 100]
-    assert checkpoint.eos_token_ids(tmp_path) == (2,)
+    assert tuple(end_tokens(tmp_path)) == (2,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
-    assert checkpoint.eos_token_ids(tmp_path) == (2, 7)
+    assert tuple(end_tokens(tmp_path)) == (2, 7)
 
 
 def test_longrope_is_not_replayed_by_our_engine(tmp_path: Path) -> None:
