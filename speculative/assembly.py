@@ -89,7 +89,7 @@ class Assembly:
             self.operators = GraphOperators.on(self.device, decoder.kernels)
         self.ops = choose_ops(decoder.kernels) if self.operators is None else self.operators.vocabulary
         self.sampler = Sampler(config, self.device, model.eos_token_ids, self.ops)
-        self.checked_sampler = CheckedSampler(config, self.sampler, self.self_check)
+        self.checked_sampler = CheckedSampler(self.sampler, self.self_check)
         self.cache = self._make_cache(model.kv_shape)
         self._make_steps(decoder, draft_model, NoDrafter() if draft_model else make_weightless(config.drafter))
 

@@ -220,7 +220,12 @@ class ModelDrafter(Drafter):
     def begin_round(self, batch: Batch) -> tuple[list[Entry], Tensor]:
         """Catch up: the entries that draft, and the hidden states [E, hidden] their first drafts are drawn from. One
         that repeats a passage is, like a prefill, caught up on only when long."""
-        self._flush([entry.sequence for entry in batch.entries if not entry.by_drafter])
+        others = [entry.sequence for entry in batch.entries if not entry.by_drafter and _drafts_for(entry.sequence)]
+        # They would buffer too many features: long prompts that are being prefilled.
+        long = [own for own in others if own.num_computed - self._state(own).num_computed >= _MAX_BUFFERED]
+        if long:
+            self._empty_buffer()
+            self._catch_up([(own, own.num_computed) for own in long])
         drafting = [entry for entry in batch.entries if entry.by_drafter]
         # Each has a row to compute, that of its pending token, whose hidden state gives its first draft.
         hidden = self._catch_up([(entry.sequence, len(entry.sequence.tokens)) for entry in drafting])
@@ -354,29 +359,14 @@ class ModelDrafter(Drafter):
         """The state of a sequence; reset if it has lost its blocks since."""
         state = self._states.get(sequence.request.request_id)
         if state is None or state.admission != sequence.admission:
-            state = self._begin(sequence)
+            shared = sequence.blocks[: sequence.num_shared // self._block_size]
+            marked = next((i for i, block in enumerate(shared) if not self._pool.is_marked(block)), len(shared))
+            state = _State(sequence.admission, max(self._first_row, marked * self._block_size))
+            if self.capture and marked:
+                block = shared[marked - 1]
+                state.features.append((marked * self._block_size - 1, self.edges[block : block + 1].clone()))
             self._states[sequence.request.request_id] = state
         return state
-
-    def _begin(self, sequence: Sequence) -> _State:
-        shared = sequence.blocks[: sequence.num_shared // self._block_size]
-        marked = next((i for i, block in enumerate(shared) if not self._pool.is_marked(block)), len(shared))
-        state = _State(sequence.admission, max(self._first_row, marked * self._block_size))
-        if self.capture and marked:
-            block = shared[marked - 1]
-            state.features.append((marked * self._block_size - 1, self.edges[block : block + 1].clone()))
-        return state
-
-    def _flush(self, sequences: Sequences[Sequence]) -> None:
-        """Catch up on sequences that would otherwise buffer too many features: long prompts being prefilled."""
-        long = [
-            seq
-            for seq in sequences
-            if _drafts_for(seq) and seq.num_computed - self._state(seq).num_computed >= _MAX_BUFFERED
-        ]
-        if long:
-            self._empty_buffer()
-            self._catch_up([(seq, seq.num_computed) for seq in long])
 
     def _catch_up(self, wanted: Sequences[tuple[Sequence, int]]) -> Tensor:
         """Compute the rows below `stop` of each (sequence, stop); the hidden states [B, hidden] of the last ones."""
@@ -475,7 +465,14 @@ class ModelDrafter(Drafter):
         for sequence, state, _, stop in jobs:
             state.num_computed = stop
             self._mark(sequence, state)
-            self._trim(state, sequence.num_computed)
+            # Those from `end` on will be computed again. Copies: a view would keep the features of its whole step, of
+            # all sequences, in memory.
+            begin, end = max(stop - 1, 0), sequence.num_computed
+            state.features = [
+                (max(first, begin), features[max(begin - first, 0) : end - first].clone())
+                for first, features in state.features
+                if min(first + len(features), end) > max(first, begin)
+            ]
 
     def _empty_buffer(self) -> None:
         """Copy the features that are still needed out of the buffer: it is about to be overwritten."""
@@ -530,16 +527,6 @@ class ModelDrafter(Drafter):
             merged = torch.cat(rows) if rows else self.cache.data.new_empty((0, self.model.num_features))
         state.features = [(begin, merged)] if len(merged) else []
         return merged[: stop - begin]
-
-    def _trim(self, state: _State, end: int) -> None:
-        """Drop features that no later row needs, and those from position `end` on, which will be computed again."""
-        begin = max(state.num_computed - 1, 0)
-        # Copies: a view would keep the features of its whole step, of all sequences, in memory.
-        state.features = [
-            (max(first, begin), features[max(begin - first, 0) : end - first].clone())
-            for first, features in state.features
-            if min(first + len(features), end) > max(first, begin)
-        ]
 
     def _mark(self, sequence: Sequence, state: _State) -> None:
         """Mark the full blocks whose rows are now all computed, and keep what the row after each of them needs."""

@@ -31,7 +31,10 @@ def adjust(logits: Tensor, contexts: Sequence[RowContext], eos_token_ids: Sequen
     if not ruled and not masked:
         return logits
     adjusted = logits.clone()
-    _keep_allowed(adjusted, logits, [(row, rules.allowed) for row, rules, _ in ruled if rules.allowed is not None])
+    if kept := [(row, rules.allowed) for row, rules, _ in ruled if rules.allowed is not None]:
+        cells = _cells(kept, logits.device)
+        adjusted[[row for row, _ in kept]] = -torch.inf
+        adjusted[cells] = logits[cells]
     _add_biases(adjusted, [(row, *rules.biased(of.output, of.drafts, eos_token_ids)) for row, rules, of in ruled])
     if masked:
         forbidden = ~torch.from_numpy(np.stack([mask for _, mask in masked])).to(adjusted.device)
@@ -39,13 +42,6 @@ def adjust(logits: Tensor, contexts: Sequence[RowContext], eos_token_ids: Sequen
         adjusted[rows] = adjusted[rows].masked_fill(forbidden, -torch.inf)
     _penalise(adjusted, [each for each in ruled if each[1].penalised])
     return adjusted
-
-
-def _keep_allowed(adjusted: Tensor, logits: Tensor, kept: Sequence[tuple[int, Int64s]]) -> None:
-    if kept:
-        cells = _cells(kept, logits.device)
-        adjusted[[row for row, _ in kept]] = -torch.inf
-        adjusted[cells] = logits[cells]
 
 
 def _add_biases(adjusted: Tensor, biased: Sequence[tuple[int, Int64s, Float32s]]) -> None:

@@ -166,7 +166,9 @@ class DynamicLength(DraftLength):
         if self.is_trial or not (cost.is_known or (cost.is_borrowed and self._num_steps % _TRY_EVERY)):
             self._try()
             return
-        lengths = self._best_lengths(cost)
+        choices = {shape: self._best_of_shape(cost, shape) for shape in self._shapes}
+        self._shape = max(choices, key=lambda shape: choices[shape][0])
+        _, lengths = choices[self._shape]
         if self._num_steps < self._probed_at + _PROBE_EVERY * (1 if any(lengths) else 2):
             self._is_trying, self._kept_until = False, self._num_steps + _LOOK_EVERY
             self._set(lengths, self._shape)
@@ -199,12 +201,6 @@ class DynamicLength(DraftLength):
         behind = [self._num_missed(sequence) for sequence in self._speculating]
         few = sorted(range(len(lengths)), key=behind.__getitem__)[:_SEQUENCES_A_PROBE]
         self._set([length if index in few else min(own, length, 1) for index, own in enumerate(lengths)], shape)
-
-    def _best_lengths(self, cost: StepCost) -> list[int]:
-        """The lengths with the most tokens a second; the shape for them becomes that of trees."""
-        choices = {shape: self._best_of_shape(cost, shape) for shape in self._shapes}
-        self._shape = max(choices, key=lambda shape: choices[shape][0])
-        return choices[self._shape][1]
 
     def _best_of_shape(self, cost: StepCost, shape: _Widths) -> tuple[float, list[int]]:
         """Assign drafts one by one, the likeliest to be accepted first, and stop where tokens a second are highest: how

@@ -298,7 +298,18 @@ class Scheduler:
         num_computed = sequence.num_computed + entry.num_known
         if not entry.samples:
             sequence.advance(num_computed)
-            return self._finish_scoring(sequence) if sequence.scores_only else self._report_held(sequence)
+            name, reply, version = sequence.request.request_id, sequence.reply, self.weight_version
+            if sequence.scores_only and sequence.num_to_compute == 0:
+                return TokenDelta(
+                    name,
+                    logprobs=tuple(reply.prompt_logprobs),
+                    replayed=tuple(reply.replayed),
+                    finish_reason=FinishReason.STOP,
+                    weight_version=version,
+                )
+            # Of one held before its first token the prompt logprobs go out here: whoever continues it returns none.
+            known = reply.take_prompt_logprobs() if sequence.ready_to_hold else None
+            return None if known is None else TokenDelta(name, prompt_logprobs=known, weight_version=version)
         if result.fault is not None:
             return self._broken(sequence, result.fault)
         reply, length = sequence.reply, len(sequence.tokens)
@@ -371,24 +382,6 @@ class Scheduler:
         """The tokens that end the answer."""
         ends = _NO_TOKENS if sequence.params.ignore_eos else self._eos
         return ends.union(sequence.params.stop_token_ids) if sequence.params.stop_token_ids else ends
-
-    def _finish_scoring(self, sequence: Sequence) -> TokenDelta | None:
-        if sequence.num_to_compute > 0:
-            return None
-        return TokenDelta(
-            sequence.request.request_id,
-            logprobs=tuple(sequence.reply.prompt_logprobs),
-            replayed=tuple(sequence.reply.replayed),
-            finish_reason=FinishReason.STOP,
-            weight_version=self.weight_version,
-        )
-
-    def _report_held(self, sequence: Sequence) -> TokenDelta | None:
-        """The prompt logprobs of a request held before its first token: whoever continues it returns none."""
-        reported = sequence.reply.take_prompt_logprobs() if sequence.ready_to_hold else None
-        if reported is None:
-            return None
-        return TokenDelta(sequence.request.request_id, prompt_logprobs=reported, weight_version=self.weight_version)
 
     def _checked(self, delta: TokenDelta, request: Request) -> TokenDelta:
         """The delta, or the end of its request if its logprobs violate their contract."""

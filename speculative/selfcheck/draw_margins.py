@@ -79,8 +79,11 @@ def redraw(
     rows = [_Row(*parts, request) for parts in zip(target.each(), edges, tokens, strict=True)]
     last = max((_token_index(draw, request) for draw in draws if draw.rule == "vllm_noise"), default=-1)
     numbers = token_numbers(request.seed, last + 1) if last >= 0 else []
+    uses = (Purpose.BONUS, Purpose.RESIDUAL, Purpose.COIN)
+    keys = [(request.seed, draw.round_start, draw.offset, use) for draw in draws for use in uses]
+    drawn_with = uniforms(*np.array(keys, np.uint64).T, kernels=host).reshape(-1, len(uses)).tolist()
     redrawn = []
-    for index, (row, draw, drawn) in enumerate(zip(rows, draws, _uniforms_of(draws, request.seed, host), strict=True)):
+    for index, (row, draw, drawn) in enumerate(zip(rows, draws, drawn_with, strict=True)):
         miss, loose, of_draft = 0.0, 0.0, None
         if draw.rule == "bonus":
             miss, loose = _by_uniform(row, drawn[0])
@@ -166,14 +169,6 @@ class _Row:
 
 def _near(edges: _Edges | None, token: int) -> bool:
     return edges is not None and bool(edges.near[token])
-
-
-def _uniforms_of(draws: Sequence[Draw], seed: int, host: Kernels | None) -> list[list[float]]:
-    """[n, 3] for a bonus token, for the residual, and for the coin."""
-    uses = (Purpose.BONUS, Purpose.RESIDUAL, Purpose.COIN)
-    keys = [(seed, draw.round_start, draw.offset, use) for draw in draws for use in uses]
-    drawn: list[list[float]] = uniforms(*np.array(keys, np.uint64).T, kernels=host).reshape(-1, len(uses)).tolist()
-    return drawn
 
 
 def _by_uniform(row: _Row, uniform: float, without: int = -1) -> tuple[float, float]:

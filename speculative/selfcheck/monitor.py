@@ -59,21 +59,17 @@ class _Seed:
     def close(self, own: _Use) -> None:
         """A sequence is gone. Of too many spans the nearest two become one, with what lies between them."""
         self.uses.remove(own)
-        spans = self.spans = _joined([*self.spans, own.span()])
+        spans: list[tuple[int, int]] = []
+        for begin, end in sorted([*self.spans, own.span()]):
+            if spans and begin <= spans[-1][1]:
+                spans[-1] = spans[-1][0], max(end, spans[-1][1])
+            else:
+                spans.append((begin, end))
+        self.spans = spans
         if len(spans) > _MAX_SPANS:
             gaps = [after[0] - before[1] for before, after in pairwise(spans)]
             nearest = gaps.index(min(gaps))
             spans[nearest : nearest + 2] = [(spans[nearest][0], spans[nearest + 1][1])]
-
-
-def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    joined: list[tuple[int, int]] = []
-    for begin, end in sorted(spans):
-        if joined and begin <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(end, joined[-1][1])
-        else:
-            joined.append((begin, end))
-    return joined
 
 
 class SelfCheck:
@@ -136,23 +132,21 @@ class SelfCheck:
         with the same seed are independent of the past where it stands at other positions, and only there.
         """
         counted = np.zeros(len(entries), np.bool_)
-        if checked:
-            for index, entry in enumerate(entries):
-                counted[index] = not entry.sequence.params.greedy and self._is_fresh(entry)
+        for index, entry in enumerate(entries if checked else ()):
+            sequence = entry.sequence
+            if sequence.params.greedy:
+                continue
+            own, of_seed = self._uses.get(sequence.request.request_id), self._seeds.get(sequence.request.seed)
+            self._num_rounds += 1
+            begin = len(sequence.tokens)
+            end = begin + 1 + entry.max_drafts
+            chosen = sequence.request.chosen_seed
+            fresh = own is not None and of_seed is not None and not chosen and of_seed.is_fresh(own, begin, end)
+            if own is not None:
+                own.end = end
+            self._num_untested += not fresh
+            counted[index] = fresh
         return counted
-
-    def _is_fresh(self, entry: Entry) -> bool:
-        sequence = entry.sequence
-        own, of_seed = self._uses.get(sequence.request.request_id), self._seeds.get(sequence.request.seed)
-        self._num_rounds += 1
-        begin = len(sequence.tokens)
-        end = begin + 1 + entry.max_drafts
-        chosen = sequence.request.chosen_seed
-        fresh = own is not None and of_seed is not None and not chosen and of_seed.is_fresh(own, begin, end)
-        if own is not None:
-            own.end = end
-        self._num_untested += not fresh
-        return fresh
 
     def last_signs(self, entries: Sequences[Entry]) -> list[Float64s]:
         """Per entry, the signs that `with_round_terms` reads and replaces; none of a request that was never admitted
@@ -185,10 +179,9 @@ class SelfCheck:
 
     def snapshot(self) -> tuple[CheckState, ...]:
         """Return how every self-check stands; any thread may ask."""
-        return tuple(self._state(check) for check in CHECKS)
-
-    def _state(self, check: str) -> CheckState:
-        sums, process, num_alarms = self._sums[check], self._processes[check], self._num_alarms[check]
-        log_e, log_threshold = process.leading()
-        since = process.evidence_since
-        return CheckState(check, sums.num, sums.mean, sums.z, log_e, log_threshold, num_alarms, since)
+        states = []
+        for check in CHECKS:
+            sums, process = self._sums[check], self._processes[check]
+            reached = (*process.leading(), self._num_alarms[check], process.evidence_since)
+            states.append(CheckState(check, sums.num, sums.mean, sums.z, *reached))
+        return tuple(states)

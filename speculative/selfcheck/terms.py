@@ -112,13 +112,29 @@ def take_terms(step: VerifyInput, verified: VerifyOutput, emitted: Tensor, scope
     achievable = facts.accepted.double() if isinstance(step.draft_probs, Candidates) else facts.overlap
     reached_drafts = torch.where(facts.reached & step.judged, achievable, 0.0)
     total = reached_drafts.nan_to_num().sum(dtype=torch.float64)
-    return Terms(tuple(found), _sum_up(list(found.values())), total, rows)
+    counted = torch.stack([where & values.isfinite() for values, where in found.values()])  # [C, R]
+    values = torch.where(counted, torch.stack([values for values, _ in found.values()]).double().clamp(-1, 1), 0.0)
+    stakes = stakes_on(values.device)[:, None]
+    gains = torch.log1p(stakes * values[:, None] - stakes.abs() * ROUNDING)  # [C, len(STAKES), R]
+    parts = (
+        counted.sum(-1).double(),
+        values.clamp(min=0).sum(-1),
+        (-values).clamp(min=0).sum(-1),
+        values.square().sum(-1),
+    )
+    sums = torch.cat([(gains * counted[:, None]).sum(dim=-1), torch.stack(parts, dim=1)], dim=1)
+    return Terms(tuple(found), sums, total, rows)
 
 
 def _gather_facts(step: VerifyInput, verified: VerifyOutput, emitted: Tensor) -> _Facts:
     p_draft, q_draft = step.p_of_drafts(), step.q_of_drafts()
     num_accepted = verified.num_accepted[step.entries]
-    shared, square_q = _against_target(step, p_draft)
+    q = step.draft_probs
+    if isinstance(q, PointMass):
+        shared, square_q = p_draft, step.judged.to(p_draft.dtype)
+    else:
+        squares = _sum_of_squares(q.probs)[step.packed.clamp(max=q.probs.shape[0] - 1)]
+        shared, square_q = overlap(step, p_draft), torch.where(step.judged, squares, 0.0)
     return _Facts(
         overlap=shared,
         chance=(p_draft / q_draft.clamp(min=torch.finfo(q_draft.dtype).tiny)).clamp(max=1.0),
@@ -132,15 +148,6 @@ def _gather_facts(step: VerifyInput, verified: VerifyOutput, emitted: Tensor) ->
         reached=step.offsets <= num_accepted,
         alive=step.offsets <= step.leading(p_draft > 0)[step.entries],
     )
-
-
-def _against_target(step: VerifyInput, p_draft: Tensor) -> tuple[Tensor, Tensor]:
-    """[R] sum(min(p, q)) and sum(q^2); 0 where nothing is judged."""
-    q = step.draft_probs
-    if isinstance(q, PointMass):
-        return p_draft, step.judged.to(p_draft.dtype)
-    squares = _sum_of_squares(q.probs)[step.packed.clamp(max=q.probs.shape[0] - 1)]
-    return overlap(step, p_draft), torch.where(step.judged, squares, 0.0)
 
 
 def _of_distributions(step: VerifyInput, facts: _Facts, *, chosen_twice: bool) -> dict[str, tuple[Tensor, Tensor]]:
@@ -266,17 +273,3 @@ def _sum_of_squares(distribution: Tensor) -> Tensor:
 def stakes_on(device: torch.device) -> Tensor:
     """[len(STAKES)] float64; made once, since nothing may come from the host while a graph is captured."""
     return torch.tensor(STAKES, dtype=torch.float64, device=device)
-
-
-def _sum_up(found: list[tuple[Tensor, Tensor]]) -> Tensor:
-    where = torch.stack([where & values.isfinite() for values, where in found])  # [C, R]
-    values = torch.where(where, torch.stack([values for values, _ in found]).double().clamp(-1, 1), 0.0)
-    stakes = stakes_on(values.device)[:, None]
-    gains = torch.log1p(stakes * values[:, None] - stakes.abs() * ROUNDING)  # [C, len(STAKES), R]
-    parts = (
-        where.sum(-1).double(),
-        values.clamp(min=0).sum(-1),
-        (-values).clamp(min=0).sum(-1),
-        values.square().sum(-1),
-    )
-    return torch.cat([(gains * where[:, None]).sum(dim=-1), torch.stack(parts, dim=1)], dim=1)

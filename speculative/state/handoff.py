@@ -117,8 +117,7 @@ def decode_state(blob: Blob, manifest: Manifest) -> ComputedTokenState:
     Raises:
         HandoffRefused: reason `damaged`, `version`, or `manifest`; the message names both sides.
     """
-    data = _checked_bytes(blob)
-    header, start = _read_header(data)
+    data, header, start = _read_header(blob)
     ours, theirs = dataclasses.asdict(manifest), header.get("manifest")
     if theirs != ours:
         named = theirs if isinstance(theirs, dict) else {}
@@ -128,7 +127,12 @@ def decode_state(blob: Blob, manifest: Manifest) -> ComputedTokenState:
     token_ids, num_prompt, num_cached = _read_counts(header)
     shapes = {"": manifest.kv_shape(len(token_ids) - 1), **_read_extra(header)}
     sizes = [math.prod(one) for one in shapes.values()]
-    values = _as_tensor(data[start : -_CHECKSUM.size], getattr(torch, manifest.dtype))
+    body, dtype = data[start : -_CHECKSUM.size], getattr(torch, manifest.dtype)
+    if body.size % dtype.itemsize:
+        raise HandoffRefused("damaged", f"The handoff's {body.size} bytes are no whole number of {dtype} values.")
+    with warnings.catch_warnings():  # arrays out of shared memory are read-only, and so is our use of them
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        values = torch.from_numpy(body).view(dtype)
     if values.numel() != sum(sizes):
         raise HandoffRefused("damaged", f"The handoff holds {values.numel()} values, its header promises {shapes}.")
     parts = [part.view(one) for part, one in zip(values.split(sizes), shapes.values(), strict=True)]
@@ -136,21 +140,17 @@ def decode_state(blob: Blob, manifest: Manifest) -> ComputedTokenState:
     return ComputedTokenState(token_ids, num_prompt, num_cached, parts[0], extra)
 
 
-def _checked_bytes(blob: Blob) -> Blob:
+def _read_header(blob: Blob) -> tuple[Blob, dict[str, Any], int]:
+    """The bytes of a blob that is whole, its header, and where its values begin."""
     data = np.ascontiguousarray(blob).reshape(-1)
     if data.dtype != np.uint8 or data.size < _PREFIX.size + _CHECKSUM.size:
         raise HandoffRefused("damaged", f"The handoff is no run of bytes of a possible length ({data.size}).")
-    magic, version, _, _ = _PREFIX.unpack(data[: _PREFIX.size].tobytes())
+    magic, version, _, length = _PREFIX.unpack(data[: _PREFIX.size].tobytes())
     if magic == _MAGIC and version != VERSION:
         raise HandoffRefused("version", f"The handoff has wire version {version}, this engine speaks {VERSION}.")
     (promised,) = _CHECKSUM.unpack(data[-_CHECKSUM.size :].tobytes())
     if magic != _MAGIC or _digest(data[: -_CHECKSUM.size]) != promised:
         raise HandoffRefused("damaged", "The handoff's checksum does not match: it was cut or altered on its way.")
-    return data
-
-
-def _read_header(data: Blob) -> tuple[dict[str, Any], int]:
-    _, _, _, length = _PREFIX.unpack(data[: _PREFIX.size].tobytes())
     start = _aligned(_PREFIX.size + length)
     if length > _MAX_HEADER_BYTES or start > data.size - _CHECKSUM.size:
         raise HandoffRefused("damaged", f"The handoff's header claims {length} bytes.")
@@ -160,7 +160,7 @@ def _read_header(data: Blob) -> tuple[dict[str, Any], int]:
         raise HandoffRefused("damaged", f"The handoff's header is not readable: {error}.") from error
     if not isinstance(header, dict):
         raise HandoffRefused("damaged", "The handoff's header is no object.")
-    return header, start
+    return data, header, start
 
 
 def _read_counts(header: dict[str, Any]) -> tuple[tuple[int, ...], int, int]:
@@ -189,14 +189,6 @@ def _is_shape(shape: object) -> bool:
     return (
         isinstance(shape, list) and len(shape) <= 8 and all(type(size) is int and 0 <= size < 2**40 for size in shape)
     )
-
-
-def _as_tensor(data: Blob, dtype: torch.dtype) -> Tensor:
-    if data.size % dtype.itemsize:
-        raise HandoffRefused("damaged", f"The handoff's {data.size} bytes are no whole number of {dtype} values.")
-    with warnings.catch_warnings():  # arrays out of shared memory are read-only, and so is our use of them
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(data).view(dtype)
 
 
 def _digest(data: Blob) -> int:

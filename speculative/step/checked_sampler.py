@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.config import EngineConfig
 from speculative.sampling.draft_probs import DraftProbs, PointMass
 from speculative.sampling.verify_rows import VerifyRows
 from speculative.selfcheck.invariants import ROW_KINDS, forbidden_by_rules, misplaced, outside_filters
@@ -17,7 +16,7 @@ from speculative.selfcheck.terms import TermScope
 from speculative.state.batch import Int64s, SequenceResult, StepInput, StepOutcome, Terms, merge_outcomes
 from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import Verdicts
-from speculative.step.sampler import SampledStep, Sampler
+from speculative.step.sampler import Sampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class CheckedSampler:
     """Samples, checks the invariants of every result, and in some steps takes the terms of the self-checks; the
     invariants `draw` and `resolution` need those."""
 
-    def __init__(self, config: EngineConfig, sampler: Sampler, self_check: SelfCheck) -> None:
+    def __init__(self, sampler: Sampler, self_check: SelfCheck) -> None:
         self.sampler = sampler
         self.self_check = self_check
 
@@ -77,21 +76,18 @@ class CheckedSampler:
     ) -> StepOutcome:
         """Sample and check entries whose drafts come from one kind of q."""
         sampled = self.sampler.sample(step_input, logits, draft_probs, masks)
-        found = self._check_on_device(step_input, sampled, checked=checked)
-        verdicts, results = self.sampler.report(step_input, sampled, places=checked)
-        return self.check(step_input, verdicts, results, masks, found, sampled.rows)
-
-    def _check_on_device(self, step_input: StepInput, sampled: SampledStep, *, checked: bool) -> DeviceChecks:
-        given, verified, token_ids, params = sampled.given, sampled.verified, sampled.token_ids, sampled.params
-        device, ops, coupled = token_ids.device, self.sampler.ops, sampled.coupled
-        outside = outside_filters(sampled.adjusted, params, token_ids)
+        given, verified, token_ids, coupled = sampled.given, sampled.verified, sampled.token_ids, sampled.coupled
+        device, ops = token_ids.device, self.sampler.ops
+        outside = outside_filters(sampled.adjusted, sampled.params, token_ids)
         broken = ops.broken_rows(given, verified, token_ids, sampled.processed.amax(dim=-1), outside)
         counted, terms = self.self_check.counted(step_input.sampled_entries, checked=checked), None
         if checked:
             of_whom = torch.from_numpy(coupled).to(device) if coupled.any() else None
             scope = TermScope(torch.from_numpy(counted).to(device), of_whom, bool(coupled.all()))
             terms = ops.take_terms(given, verified, token_ids, scope).to_host()
-        return DeviceChecks(broken.cpu().numpy(), counted, terms)
+        found = DeviceChecks(broken.cpu().numpy(), counted, terms)
+        verdicts, results = self.sampler.report(step_input, sampled, places=checked)
+        return self.check(step_input, verdicts, results, masks, found, sampled.rows)
 
     def check(
         self,

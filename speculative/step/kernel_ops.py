@@ -82,13 +82,9 @@ def choose_ops(kernels: ChosenKernels) -> VocabularyOps:
 
 def _struct(step: VerifyInput) -> VerifyStruct:
     """The step as the kernels read it, made once."""
-    if VerifyStruct not in step.prepared:
-        step.prepared[VerifyStruct] = _make_struct(step)
-    struct: VerifyStruct = step.prepared[VerifyStruct]
-    return struct
-
-
-def _make_struct(step: VerifyInput) -> VerifyStruct:
+    made: VerifyStruct | None = step.prepared.get(VerifyStruct)
+    if made is not None:
+        return made
     draft_probs = None if isinstance(step.draft_probs, PointMass) else step.draft_probs
     part = draft_probs if isinstance(draft_probs, SubVocabulary) else None
     tensors = {
@@ -110,4 +106,5 @@ def _make_struct(step: VerifyInput) -> VerifyStruct:
         **{name: tensor.data_ptr() for name, tensor in kept.items()},
     )
     struct.kept = kept  # as long as it points there
+    step.prepared[VerifyStruct] = struct
     return struct
