@@ -25,22 +25,16 @@ class FiniteRange(click.FloatRange):
 
 
 def api_key(file: Path | None = None) -> str | None:
-    """The key that requests carry: of the file, else of the environment; None if there is none.
-
-    Raises:
-        ConfigError: it cannot be read, or no request can carry it.
-    """
+    """The key that requests carry: of the file, else of the environment; None if there is none. Raises ConfigError: it
+    cannot be read, or no request can carry it."""
     if file is None:
         return checked_secret(os.environ.get(_KEY_VARIABLE, ""), _KEY_VARIABLE)
     return read_secret(file, "--api-key-file")
 
 
 def read_secret(file: Path, option: str) -> str | None:
-    """The key or token that a file holds; None where the file is empty.
-
-    Raises:
-        ConfigError: it cannot be read, or no request can carry it.
-    """
+    """The key or token that a file holds; None where the file is empty. Raises ConfigError: it cannot be read, or no
+    request can carry it."""
     from serve_app.config.files import why_unread  # numpy, pydantic: not on every machine that has a GPU
 
     try:
@@ -51,11 +45,8 @@ def read_secret(file: Path, option: str) -> str | None:
 
 
 def checked_secret(text: str, named: str) -> str | None:
-    """A key or token without surrounding blanks; None if nothing is left. It is never shown.
-
-    Raises:
-        ConfigError: no request can carry it in a header.
-    """
+    """A key or token without surrounding blanks; None if nothing is left. It is never shown. Raises ConfigError: no
+    request can carry it in a header."""
     secret = text.strip()
     if not secret.isascii() or not secret.isprintable() or " " in secret:
         raise ConfigError(f"{named} holds spaces, line breaks or letters beyond ASCII; give one key, as it was made.")
@@ -63,11 +54,7 @@ def checked_secret(text: str, named: str) -> str | None:
 
 
 def server_url(url: str, named: str) -> str:
-    """The URL of a server, as it was given.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """The URL of a server, as it was given. Raises ConfigError: it is none."""
     import httpx  # not on every machine that has a GPU
 
     try:
@@ -81,11 +68,8 @@ def server_url(url: str, named: str) -> str:
 
 
 def check_writable(path: Path | None, option: str) -> None:
-    """Make sure that a file can be written, before the work whose result it is to hold; None is no file.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Make sure that a file can be written, before the work whose result it is to hold; None is no file. Raises
+    ConfigError: it cannot."""
     if path is None:
         return
     try:

@@ -62,11 +62,7 @@ def option(default: Any, meaning: str, **limits: float | str) -> Any:
 
 
 def options_of(options: type[Any]) -> dict[str, Option]:
-    """The options that a dataclass has, by name.
-
-    Raises:
-        TypeError: an example is outside its range.
-    """
+    """The options that a dataclass has, by name. Raises TypeError: an example is outside its range."""
     fields = dataclasses.fields(options)
     found = {own.name: Option(own.type, own.default, **own.metadata) for own in fields if own.metadata}
     wrong = [name for name, one in found.items() if one.example is not None and one.fault(one.example)]

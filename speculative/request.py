@@ -161,11 +161,8 @@ class SamplingParams:
         )
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Check that every token id is one of the model's.
-
-        Raises:
-            InvalidRequest: one is not; `field` names where it stands.
-        """
+        """Check that every token id is one of the model's. Raises InvalidRequest: one is not; `field` names where it
+        stands."""
         named = {
             "stop_token_ids": self.stop_token_ids,
             "allowed_token_ids": self.allowed_token_ids or (),
@@ -279,11 +276,7 @@ class Request:
             _require(count in (0, num_scored), name, "must be one for each scored token", count)
 
     def check_scored_ids(self, vocab_size: int) -> None:
-        """Check that every one of `scored_ids` is one of the model's.
-
-        Raises:
-            InvalidRequest: one is not.
-        """
+        """Check that every one of `scored_ids` is one of the model's. Raises InvalidRequest: one is not."""
         wrong = next((token for ids in self.scored_ids for token in ids if not 0 <= token < vocab_size), None)
         _require(wrong is None, "scored_ids", f"may hold token ids from 0 to {vocab_size - 1}", wrong)
 

@@ -143,11 +143,7 @@ def application_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def application_of(asked: ServeTarget) -> ServeFile:
-    """The checked application of a command line.
-
-    Raises:
-        ConfigError: it cannot be read, or something in it is wrong.
-    """
+    """The checked application of a command line. Raises ConfigError: it cannot be read, or something in it is wrong."""
     data = settings_of(asked.target) if isinstance(asked.target, OwnModel) else read_yaml(asked.target)
     for flag, given in asked.changes.items():
         setting, value = _place_of(flag), given

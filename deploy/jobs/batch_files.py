@@ -34,11 +34,8 @@ class BatchRequest:
 
 
 def read_requests(path: Path) -> dict[str, BatchRequest]:
-    """The requests of an input file by their ids, in order.
-
-    Raises:
-        ConfigError: the file cannot be read, or lines are invalid; the message lists the first of them.
-    """
+    """The requests of an input file by their ids, in order. Raises ConfigError: the file cannot be read, or lines are
+    invalid; the message lists the first of them."""
     requests: dict[str, BatchRequest] = {}
     faults: list[str] = []
     try:
@@ -60,11 +57,7 @@ def read_requests(path: Path) -> dict[str, BatchRequest]:
 
 
 def _request(entry: Any, others: Collection[str]) -> BatchRequest:
-    """The request of a line, whose id none of the others has.
-
-    Raises:
-        ValueError: it cannot be sent.
-    """
+    """The request of a line, whose id none of the others has. Raises ValueError: it cannot be sent."""
     if not isinstance(entry, dict):
         raise ValueError("not an object")
     json.dumps(entry, allow_nan=False, ensure_ascii=False).encode()  # NaN and half characters cannot be sent

@@ -142,11 +142,7 @@ def ray_environment() -> dict[str, str]:
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Be connected to a Ray cluster within the block.
-
-    Raises:
-        ConfigError: it cannot be reached.
-    """
+    """Be connected to a Ray cluster within the block. Raises ConfigError: it cannot be reached."""
     with own_connection():
         _join(address)
         yield

@@ -84,11 +84,7 @@ class Service:
         self.client = Client(base_url, api_key(), _TIMEOUT_S)
 
     def chat(self, content: str, *, on_text: Callable[[str], None] = lambda _: None, **options: object) -> ChatAnswer:
-        """Ask one question and stream the answer.
-
-        Raises:
-            ServiceError: the service refused or broke off.
-        """
+        """Ask one question and stream the answer. Raises ServiceError: the service refused or broke off."""
         question = {"messages": [{"role": "user", "content": content}], "stream_options": {"include_usage": True}}
 
         def show(said: Reply) -> None:
@@ -109,11 +105,7 @@ class Service:
         return str(json.loads(found.content)["verdict"]) if found.ok else found.reported()
 
     def metrics(self) -> MetricSummary:
-        """The service's own figures, summed over its replicas.
-
-        Raises:
-            ServiceError: it does not report them.
-        """
+        """The service's own figures, summed over its replicas. Raises ServiceError: it does not report them."""
         return summarise(self.client.fetch("/metrics"))
 
 
@@ -170,11 +162,8 @@ def run_demo(
 def _rehearse(
     service: Service, admin_token: str, progress: Callable[[str], None], on_text: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Put a fault in, and report what becomes of it.
-
-    Raises:
-        ServiceError: the service refused, or the rehearsal does not end.
-    """
+    """Put a fault in, and report what becomes of it. Raises ServiceError: the service refused, or the rehearsal does
+    not end."""
     on_text(
         "Now a known fault is put into the running service, in requests of its own: of each round, the first draft is\n"
     )

@@ -27,11 +27,8 @@ def find_model(name: str, progress: Progress | None = None) -> Path:
 
 
 def model_here(name: str) -> Path | None:
-    """The folder of a model that is on this machine already; None where `find_model` would have to fetch it.
-
-    Raises:
-        ConfigError: there is no such model.
-    """
+    """The folder of a model that is on this machine already; None where `find_model` would have to fetch it. Raises
+    ConfigError: there is no such model."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

@@ -28,11 +28,8 @@ def shipped(given: str) -> Path | None:
 
 
 def file_or_model(given: str) -> Path | str:
-    """The file of settings that was given, or the source of a model: a folder, a catalogue name or a hub id.
-
-    Raises:
-        ConfigError: it is neither; the message says what it is, and what to give instead.
-    """
+    """The file of settings that was given, or the source of a model: a folder, a catalogue name or a hub id. Raises
+    ConfigError: it is neither; the message says what it is, and what to give instead."""
     from speculative.config import models_folder  # not for commands that name no model
     from speculative.model.catalogue import CATALOGUE
 

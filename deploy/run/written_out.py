@@ -76,11 +76,8 @@ def _yaml(data: Any) -> str:
 
 
 def chart_values(file: ServeFile) -> str:
-    """The file as values of the chart, without what only the chart has: images, memory, volumes, secrets.
-
-    Raises:
-        ConfigError: a pool has what is set in another way there, or the chart does not have it.
-    """
+    """The file as values of the chart, without what only the chart has: images, memory, volumes, secrets. Raises
+    ConfigError: a pool has what is set in another way there, or the chart does not have it."""
     config = file.application.effective_args
     for field, source in config.sources.items():
         if source.startswith((".", "~")):

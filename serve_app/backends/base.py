@@ -159,10 +159,7 @@ class ReplayFailed(TruespecError):
 @contextlib.contextmanager
 def naming(field: str) -> Iterator[None]:
     """Have what cannot be found or fetched within the block reported under the configuration's field that asked for it.
-
-    Raises:
-        ConfigError: instead of whatever was raised.
-    """
+    Raises ConfigError: instead of whatever was raised."""
     try:
         yield
     except TruespecError as error:
@@ -170,11 +167,7 @@ def naming(field: str) -> Iterator[None]:
 
 
 async def replayed(deltas: AsyncGenerator[TokenDelta, None]) -> Replayed:
-    """Return what a teacher-forced request gave, from its deltas.
-
-    Raises:
-        EngineFault: the engine failed on it.
-    """
+    """Return what a teacher-forced request gave, from its deltas. Raises EngineFault: the engine failed on it."""
     async with contextlib.aclosing(deltas):
         async for delta in deltas:
             if delta.error is not None:
@@ -330,11 +323,8 @@ class Parsers(Protocol):
     reads_reasoning: bool
 
     def reading(self, chat: ChatPrompt, prompt: Sequence[int]) -> Reading:
-        """Return how answers to a conversation are to be read, whose prompt has these tokens.
-
-        Raises:
-            InvalidRequest: the parser cannot do what is asked.
-        """
+        """Return how answers to a conversation are to be read, whose prompt has these tokens. Raises InvalidRequest:
+        the parser cannot do what is asked."""
         ...
 
 
@@ -375,11 +365,8 @@ class Backend(Protocol):
         ...
 
     def resume(self, request: Request, handoff: Handoff) -> AsyncGenerator[TokenDelta, None]:
-        """Go on from a handoff. The deltas do not repeat what the prefill emitted.
-
-        Raises:
-            HandoffRefused: the handoff is damaged or belongs to another model, build or request.
-        """
+        """Go on from a handoff. The deltas do not repeat what the prefill emitted. Raises HandoffRefused: the handoff
+        is damaged or belongs to another model, build or request."""
         ...
 
     def abort(self, request_id: str) -> None:

@@ -324,11 +324,8 @@ class TorchBackend:
                 inbox.put(event)
 
     async def _run_between_steps(self, command: Command) -> None:
-        """Run a command on the engine thread, and wait until it is done. If it raises, the engine stops.
-
-        Raises:
-            EngineFault: the engine stopped, or had stopped before.
-        """
+        """Run a command on the engine thread, and wait until it is done. If it raises, the engine stops. Raises
+        EngineFault: the engine stopped, or had stopped before."""
         self.check_health()
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

@@ -187,11 +187,8 @@ class VllmBackend:
         return self._info()
 
     def _make_room_for_replays(self) -> None:
-        """Shrink vLLM's share of a GPU for our engine's replays; vLLM replays if ours lacks room or the model.
-
-        Raises:
-            ConfigError: our engine has no room, and must replay.
-        """
+        """Shrink vLLM's share of a GPU for our engine's replays; vLLM replays if ours lacks room or the model. Raises
+        ConfigError: our engine has no room, and must replay."""
         arguments, why_not = self._settings.engine_args, None
         if self._only_known and (unlike := checkpoint.why_not_ours(self._folder, arguments)):
             why_not = f"our own engine does not compute what this vLLM does ({unlike})"
@@ -338,11 +335,8 @@ class VllmBackend:
         return self._adapters.with_model(fingerprint)
 
     async def _drafter_with(self, folder: Path, named: str | None) -> Path | None:
-        """The folder of the drafter that goes with new weights in `folder`; None where it has no weights.
-
-        Raises:
-            ConfigError: what the update names is of another drafter.
-        """
+        """The folder of the drafter that goes with new weights in `folder`; None where it has no weights. Raises
+        ConfigError: what the update names is of another drafter."""
         configured, kind = self._drafter_folder, self._settings.engine.drafter.kind
         if named is None:
             in_checkpoint = kind == "mtp" and configured == self._folder
@@ -549,11 +543,7 @@ class VllmBackend:
         self._scratch.remove()
 
     async def _load_adapters(self) -> None:
-        """Load all adapters into vLLM; new weights make it forget them.
-
-        Raises:
-            ConfigError: vLLM rejects one.
-        """
+        """Load all adapters into vLLM; new weights make it forget them. Raises ConfigError: vLLM rejects one."""
         for one in self._adapters:
             try:
                 await self._llm.add_lora(self._params.lora(one))

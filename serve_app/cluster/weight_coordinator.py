@@ -128,11 +128,8 @@ class WeightCoordinator:
         self._staged = ref
 
     async def finish(self, version: str, timeout_s: float = 600.0) -> Outcome:
-        """Bring the staged weights to every replica, by this version if it is not empty.
-
-        Raises:
-            UpdateRefused: nothing is staged, or as `update` does.
-        """
+        """Bring the staged weights to every replica, by this version if it is not empty. Raises UpdateRefused: nothing
+        is staged, or as `update` does."""
         if self._staged is None:
             raise UpdateRefused("No weights were named; POST /update_weights before /finish_weight_update.")
         ref = self._staged

@@ -48,11 +48,8 @@ class Transfers:
         return self._number
 
     def put(self, transfer: int, index: int, content: Any, digest: str, *, drafter: bool = False) -> None:
-        """Take in a shard; again with the same index takes the place of the first.
-
-        Raises:
-            UpdateRefused: it was damaged on its way, or another transfer has begun since.
-        """
+        """Take in a shard; again with the same index takes the place of the first. Raises UpdateRefused: it was damaged
+        on its way, or another transfer has begun since."""
         self._check(transfer)
         data = memoryview(content)
         if digest_of(data) != digest:
@@ -68,11 +65,8 @@ class Transfers:
         mode: PauseMode = PauseMode.WAIT,
         timeout_s: float = 600.0,
     ) -> Outcome:
-        """All is there, so many shards of the target and of the drafter: bring them to every replica.
-
-        Raises:
-            UpdateRefused: a shard is missing, another transfer has begun since, or as the coordinator raises it.
-        """
+        """All is there, so many shards of the target and of the drafter: bring them to every replica. Raises
+        UpdateRefused: a shard is missing, another transfer has begun since, or as the coordinator raises it."""
         self._check(transfer)
         wanted = [(False, index) for index in range(num_shards)]
         wanted += [(True, index) for index in range(num_drafter_shards)]
@@ -92,11 +86,8 @@ class Transfers:
 @contextlib.asynccontextmanager
 async def fetched(ref: WeightsRef, info: ModelInfo, pull: Pull) -> AsyncIterator[tuple[str, str | None]]:
     """The folders of some weights, for as long as they are read. Shards are written beside the configuration that is
-    served, into a folder that goes again.
-
-    Raises:
-        UpdateRefused: a shard was damaged on its way, or brings a tensor that another has brought.
-    """
+    served, into a folder that goes again. Raises UpdateRefused: a shard was damaged on its way, or brings a tensor that
+    another has brought."""
     if ref.path is not None:
         yield ref.path, ref.drafter_path
         return
@@ -109,11 +100,8 @@ async def fetched(ref: WeightsRef, info: ModelInfo, pull: Pull) -> AsyncIterator
 
 
 async def lay_out(shards: Sequence[Shard], like: Path, folder: Path, pull: Pull) -> Path:
-    """Write a checkpoint folder of shards, with the configuration of another.
-
-    Raises:
-        UpdateRefused: as `fetched` raises it.
-    """
+    """Write a checkpoint folder of shards, with the configuration of another. Raises UpdateRefused: as `fetched` raises
+    it."""
     folder.mkdir()
     for name in END_TOKEN_FILES:
         if (like / name).is_file():

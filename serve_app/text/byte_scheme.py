@@ -44,11 +44,8 @@ class ByteScheme:
 
     @classmethod
     def read(cls, decoder: Mapping[str, Any] | None) -> "ByteScheme":
-        """Read the scheme from the `decoder` section of a tokenizer.json.
-
-        Raises:
-            UnsupportedModel: it is none that is known.
-        """
+        """Read the scheme from the `decoder` section of a tokenizer.json. Raises UnsupportedModel: it is none that is
+        known."""
         steps = _flattened(decoder)
         kinds = [step["type"] for step in steps]
         if [kind for kind in kinds if kind != "Fuse"] == ["ByteLevel"]:

@@ -76,12 +76,8 @@ class StructureCompiler:
         self._compiled = lru_cache(maxsize=_NUM_KEPT)(self._compile)
 
     def __call__(self, structure: Structure) -> "StructureConstraint":
-        """A constraint for one request, at the start of its answer.
-
-        Raises:
-            InvalidRequest: the structure does not compile, uses what is not supported, is too large or too costly, or
-                nothing fits it.
-        """
+        """A constraint for one request, at the start of its answer. Raises InvalidRequest: the structure does not
+        compile, uses what is not supported, is too large or too costly, or nothing fits it."""
         return StructureConstraint(self._compiled(structure).deep_copy(), self._vocab_size, self._eos_token_ids)
 
     def _compile(self, structure: Structure) -> LLMatcher:

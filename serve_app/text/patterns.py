@@ -28,11 +28,8 @@ class PatternRefused(ValueError):
 
 
 def from_ecma(pattern: str) -> str:
-    """A pattern of JSON Schema in the grammar's dialect.
-
-    Raises:
-        PatternRefused: it holds what does not mean the same there, such as a look-around.
-    """
+    """A pattern of JSON Schema in the grammar's dialect. Raises PatternRefused: it holds what does not mean the same
+    there, such as a look-around."""
     found: list[str] = []
     place = 0
     while place < len(pattern):

@@ -49,11 +49,7 @@ class SchemaRefused(ValueError):
 
 
 def held(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema in the form that the grammar takes.
-
-    Raises:
-        SchemaRefused: it says what the grammar cannot hold.
-    """
+    """The schema in the form that the grammar takes. Raises SchemaRefused: it says what the grammar cannot hold."""
     read: list[tuple[str, dict[str, Any]]] = []
     made: dict[str, Any] = _held(schema, "", read)
     _check_open_ends(read, schema)
@@ -62,10 +58,7 @@ def held(schema: dict[str, Any]) -> dict[str, Any]:
 
 def held_text(text: str) -> str:
     """The same of a schema's text; what is not a JSON object, or nested too deeply, is left to the compiler to refuse.
-
-    Raises:
-        SchemaRefused: it says what the grammar cannot hold.
-    """
+    Raises SchemaRefused: it says what the grammar cannot hold."""
     try:
         schema = json.loads(text)
         return json.dumps(held(schema)) if isinstance(schema, dict) else text

@@ -281,11 +281,8 @@ class Tokenizer:
         return self.encode_rendered(self.render_chat(given, tools=tools, variables=variables))
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of a conversation that `render_chat` has rendered.
-
-        Raises:
-            InvalidRequest: the template has written something that is no text.
-        """
+        """Token ids of a conversation that `render_chat` has rendered. Raises InvalidRequest: the template has written
+        something that is no text."""
         try:
             return list(self._core.encode(text, add_special_tokens=False).ids)
         except (TypeError, ValueError) as error:
@@ -573,11 +570,7 @@ def shipped_templates() -> list[str]:
 
 def _wrap(folder: Path) -> tuple[Any, tuple[str, ...]]:
     """The tokenizer as `transformers` has it, with the folder's chat template; and why it is none of the class that the
-    folder asks for, if so.
-
-    Raises:
-        ConfigError: transformers cannot load any.
-    """
+    folder asks for, if so. Raises ConfigError: transformers cannot load any."""
     options = {"local_files_only": True, **untyped_tokens(folder)}
     failed: tuple[str, ...] = ()
     try:

@@ -26,11 +26,8 @@ _PROBES = (
 
 
 def read_tokenizer(folder: Path) -> tuple[RawTokenizer, tuple[str, ...]]:
-    """The tokenizer of a folder, and where its files contradict each other. Nothing is cut off or padded.
-
-    Raises:
-        ConfigError: a file is damaged, or the files cannot both be right.
-    """
+    """The tokenizer of a folder, and where its files contradict each other. Nothing is cut off or padded. Raises
+    ConfigError: a file is damaged, or the files cannot both be right."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"{folder} holds no tokenizer.json. Name a folder with a fast tokenizer.")

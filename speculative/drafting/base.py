@@ -98,11 +98,8 @@ class Drafter:
         return {}
 
     def check_state(self, sequence: Sequence, sections: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The sections of a handoff that `import_state` will read; none where it need not be called.
-
-        Raises:
-            HandoffRefused: a section is missing or has another shape.
-        """
+        """The sections of a handoff that `import_state` will read; none where it need not be called. Raises
+        HandoffRefused: a section is missing or has another shape."""
         return {}
 
     def import_state(self, sequence: Sequence, sections: Mapping[str, Tensor]) -> None:

@@ -326,11 +326,8 @@ class ModelDrafter(Drafter):
         return sections
 
     def check_state(self, sequence: Sequence, sections: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The sections of a handoff needed to continue drafting; none if nothing is drafted.
-
-        Raises:
-            HandoffRefused: a section is missing or has another shape.
-        """
+        """The sections of a handoff needed to continue drafting; none if nothing is drafted. Raises HandoffRefused: a
+        section is missing or has another shape."""
         if not _drafts_for(sequence):
             return {}
         shape, num_computed = self.cache.shape, len(sequence.tokens) - 1

@@ -33,11 +33,7 @@ class LookupDrafter(Drafter):
 
 
 def make_weightless(config: DrafterConfig) -> Drafter:
-    """The drafter that is set, where it has no weights.
-
-    Raises:
-        ConfigError: it has.
-    """
+    """The drafter that is set, where it has no weights. Raises ConfigError: it has."""
     if config.kind == "none":
         return NoDrafter()
     kind = registered().get(config.kind)

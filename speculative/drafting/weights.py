@@ -73,11 +73,8 @@ def load_weights(
 
 
 def longest_sequence(model: ModelConfig, config: EngineConfig) -> int:
-    """Tokens of the longest sequence that an engine takes.
-
-    Raises:
-        ConfigError: max_model_len is more than the model has positions.
-    """
+    """Tokens of the longest sequence that an engine takes. Raises ConfigError: max_model_len is more than the model has
+    positions."""
     positions = model.max_position_embeddings
     if config.max_model_len is None:
         return min(positions, config.kv_cache_tokens or positions)
@@ -91,11 +88,8 @@ def longest_sequence(model: ModelConfig, config: EngineConfig) -> int:
 
 
 def check_same_model(folder: Path, served: ModelConfig) -> None:
-    """Refuse a checkpoint that is not of the model that is served: only weights can be changed while it runs.
-
-    Raises:
-        ConfigError: it is of another model; the message names the first difference.
-    """
+    """Refuse a checkpoint that is not of the model that is served: only weights can be changed while it runs. Raises
+    ConfigError: it is of another model; the message names the first difference."""
     wanted = ModelConfig.from_folder(folder)
     for name in ModelConfig.__dataclass_fields__:
         theirs, ours = getattr(wanted, name), getattr(served, name)

@@ -72,11 +72,8 @@ class Rounds:
         return (place.token_index for place in self._places() if _contradicts_draft(place, greedy=greedy))
 
     def check(self, rows: Sequence[ReplayedToken]) -> "list[DrawCheck]":
-        """Every check of the answer's tokens, in their order; rows: its replayed tokens, with `redrawn`.
-
-        Raises:
-            ValueError: there is not one row a token.
-        """
+        """Every check of the answer's tokens, in their order; rows: its replayed tokens, with `redrawn`. Raises
+        ValueError: there is not one row a token."""
         if len(rows) != len(self.kinds):
             raise ValueError(f"{len(self.kinds)} tokens were served, and {len(rows)} replayed.")
         return [check for place in self._places() for check in _checks_of(place, rows)]

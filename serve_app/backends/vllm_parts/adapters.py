@@ -63,11 +63,7 @@ class Adapters:
         return len(self._loaded)
 
     def find(self, name: str) -> LoadedAdapter | None:
-        """The adapter of a request; None = the model itself.
-
-        Raises:
-            InvalidRequest: there is none of this name.
-        """
+        """The adapter of a request; None = the model itself. Raises InvalidRequest: there is none of this name."""
         if not name:
             return None
         if name not in self._loaded:
@@ -87,11 +83,8 @@ class Adapters:
         return blake2b(reported.encode(), digest_size=16).hexdigest()
 
     def check_unchanged(self) -> None:
-        """Check that the files are unchanged since they were first read, before vLLM reads them again.
-
-        Raises:
-            ConfigError: one has changed.
-        """
+        """Check that the files are unchanged since they were first read, before vLLM reads them again. Raises
+        ConfigError: one has changed."""
         for one in self:
             if _fingerprint(Path(one.adapter.root)) != one.fingerprint:
                 raise ConfigError(
@@ -172,11 +165,7 @@ def _read(name: str, folder: Path, number: int, layers: Layers) -> LoadedAdapter
 
 
 def _check_tensor(field: str, tensor: str, shape: tuple[int, ...], layers: Layers) -> None:
-    """Check that vLLM finds a place for a tensor, and that it fills that place.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Check that vLLM finds a place for a tensor, and that it fills that place. Raises ConfigError: it does not."""
     if f".{_EXPERTS}" in tensor:  # they come in several layouts; vLLM itself refuses what fits none of them
         return
     module = _module(tensor)

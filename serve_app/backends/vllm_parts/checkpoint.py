@@ -40,11 +40,8 @@ def why_not_ours(folder: Path, engine_args: Mapping[str, Any]) -> str | None:
 
 
 def check_lm_head(folder: Path) -> None:
-    """Check that an LM head under `tie_word_embeddings`, which vLLM passes over, is the embedding.
-
-    Raises:
-        ConfigError: it is another one, which transformers would use.
-    """
+    """Check that an LM head under `tie_word_embeddings`, which vLLM passes over, is the embedding. Raises ConfigError:
+    it is another one, which transformers would use."""
     if read_if_there(folder / "config.json").get("tie_word_embeddings") is not True:
         return
     from safetensors import safe_open  # imports torch, which reading a configuration need not
@@ -65,10 +62,7 @@ def check_lm_head(folder: Path) -> None:
 
 def check_rotary(folder: Path) -> None:
     """Check that vLLM rotates as much of a head as the model's class in transformers, which may know no part of one.
-
-    Raises:
-        ConfigError: a `partial_rotary_factor` says otherwise.
-    """
+    Raises ConfigError: a `partial_rotary_factor` says otherwise."""
     config = read_if_there(folder / "config.json")
     for place in (config, *(config.get(name) for name in ("rope_parameters", "rope_scaling"))):
         factor = place.get("partial_rotary_factor") if isinstance(place, Mapping) else None
@@ -101,11 +95,8 @@ def neutral_overrides(folder: Path, engine_args: Mapping[str, Any]) -> dict[str,
 
 
 def folder_fingerprint(folder: Path) -> str:
-    """A hash of a checkpoint's configuration and of every byte of its weights, 32 hex digits.
-
-    Raises:
-        ConfigError: there are no safetensors files.
-    """
+    """A hash of a checkpoint's configuration and of every byte of its weights, 32 hex digits. Raises ConfigError: there
+    are no safetensors files."""
     weights = weight_files(folder)
     if not weights:
         raise ConfigError(f"{folder} holds no safetensors files; the vllm engine takes no other weights.")
@@ -136,11 +127,8 @@ def most_tokens(folder: Path, wanted: int | None) -> int | None:
 
 
 def check_same_model(folder: Path, served: Path) -> None:
-    """Check that two checkpoints differ in their weights only.
-
-    Raises:
-        ConfigError: they are of two models; the message names the difference.
-    """
+    """Check that two checkpoints differ in their weights only. Raises ConfigError: they are of two models; the message
+    names the difference."""
     theirs, ours = (read_if_there(one / "config.json") for one in (folder, served))
     for name in sorted({*theirs, *ours} - _LEAVES_MODEL_ALONE):
         if theirs.get(name) != ours.get(name):

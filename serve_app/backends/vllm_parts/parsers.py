@@ -29,11 +29,7 @@ _OF_HARMONY = ("openai", "openai_gptoss")
 
 
 def check_names(tool_parser: str | None, reasoning_parser: str | None) -> None:
-    """Check that vLLM has these parsers.
-
-    Raises:
-        ConfigError: it has not, and the message lists those that it has.
-    """
+    """Check that vLLM has these parsers. Raises ConfigError: it has not, and the message lists those that it has."""
     for field, name, known in (
         ("tool_parser", tool_parser, ToolParserManager.list_registered()),
         ("reasoning_parser", reasoning_parser, ReasoningParserManager.list_registered()),
@@ -72,11 +68,8 @@ class VllmParsers:
             ) from error
 
     def reading(self, chat: ChatPrompt, prompt: Sequence[int]) -> "VllmReading":
-        """Return how answers to a conversation are to be read, whose prompt has these tokens.
-
-        Raises:
-            InvalidRequest: the parser cannot do what is asked.
-        """
+        """Return how answers to a conversation are to be read, whose prompt has these tokens. Raises InvalidRequest:
+        the parser cannot do what is asked."""
         request = _request(chat)
         reading = VllmReading(self._full, self._tokenizer, request, prompt)
         if self.reads_reasoning and reading.thought_end == "":

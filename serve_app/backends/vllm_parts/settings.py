@@ -141,11 +141,8 @@ class VllmSettings:
 
 
 def check_settings(config: EngineConfig, engine_args: Mapping[str, Any]) -> None:
-    """Check what can be checked without vLLM.
-
-    Raises:
-        ConfigError: vLLM cannot follow a setting, or an argument is one that we set; `<field> <rule>`.
-    """
+    """Check what can be checked without vLLM. Raises ConfigError: vLLM cannot follow a setting, or an argument is one
+    that we set; `<field> <rule>`."""
     for name, reason in _NEEDS_DEFAULT.items():
         if getattr(config, name) != options_of(EngineConfig)[name].default:
             raise ConfigError(f"engine.{name} cannot be set for engine.kind vllm: {reason}. Remove it.")
@@ -182,11 +179,7 @@ def _check_drafter(drafter: DrafterConfig) -> None:
 
 
 def ranks_of(engine_args: Mapping[str, Any]) -> Ranks:
-    """Return how vLLM splits the model of a replica.
-
-    Raises:
-        ConfigError: an argument has no such value.
-    """
+    """Return how vLLM splits the model of a replica. Raises ConfigError: an argument has no such value."""
     for name in _SPLITS:
         number = engine_args.get(name, 1)
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
@@ -201,11 +194,8 @@ def ranks_of(engine_args: Mapping[str, Any]) -> Ranks:
 
 
 def check_lora(settings: VllmSettings, served_name: str) -> None:
-    """Check what can be checked of adapters without their folders.
-
-    Raises:
-        ConfigError: a name or a size does not fit; `<field> <rule>`.
-    """
+    """Check what can be checked of adapters without their folders. Raises ConfigError: a name or a size does not fit;
+    `<field> <rule>`."""
     names, given = settings.lora_modules, settings.engine_args
     for name in given:
         if name in _OF_ADAPTERS and not names:
@@ -224,11 +214,8 @@ def check_lora(settings: VllmSettings, served_name: str) -> None:
 
 
 def installed_version(*, allow_untested: bool = True) -> str:
-    """The version of vLLM that is installed.
-
-    Raises:
-        ConfigError: none is, or one that has not been tested for faults and must be.
-    """
+    """The version of vLLM that is installed. Raises ConfigError: none is, or one that has not been tested for faults
+    and must be."""
     for name in DISTRIBUTIONS:
         try:
             version = importlib.metadata.version(name)
@@ -319,11 +306,7 @@ def engine_arguments(
 
 
 def check_known(arguments: Collection[str], known: Collection[str]) -> None:
-    """Check that vLLM knows every argument.
-
-    Raises:
-        ConfigError: it does not know one.
-    """
+    """Check that vLLM knows every argument. Raises ConfigError: it does not know one."""
     for name in arguments:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
@@ -333,10 +316,7 @@ def check_known(arguments: Collection[str], known: Collection[str]) -> None:
 
 def check_build(settings: VllmSettings, *, cpu: bool, ray: bool = True, hidden: bool = False) -> None:
     """Check that the installed build can do what is set; `ray`: Ray knows its devices. `hidden`: none is visible here.
-
-    Raises:
-        ConfigError: it cannot; the message names the field, and what it can.
-    """
+    Raises ConfigError: it cannot; the message names the field, and what it can."""
     drafter, block_size = settings.engine.drafter, settings.engine.block_size
     ranks = ranks_of(settings.engine_args)
     if ranks.by_ray and not ray:

@@ -45,11 +45,8 @@ class Sent:
     source: dict[str, Any]  # where the blocks are to be read, in vLLM's terms; empty if they were sent along
 
     def check(self, manifest: VllmManifest, prompt: Sequence[int]) -> None:
-        """Check that an engine with this manifest may continue from it with this prompt.
-
-        Raises:
-            HandoffRefused: it is for another prompt, model, adapter, drafter or build.
-        """
+        """Check that an engine with this manifest may continue from it with this prompt. Raises HandoffRefused: it is
+        for another prompt, model, adapter, drafter or build."""
         for name, value in asdict(manifest).items():
             if getattr(self.manifest, name) != value:
                 raise HandoffRefused(
@@ -80,11 +77,7 @@ def pack(
 
 
 def unpack(handoff: Handoff) -> Sent:
-    """Parse a received handoff.
-
-    Raises:
-        HandoffRefused: it is damaged, or from another engine.
-    """
+    """Parse a received handoff. Raises HandoffRefused: it is damaged, or from another engine."""
     raw = np.ascontiguousarray(handoff).data
     middle, start = len(_MAGIC) + 8, len(_MAGIC) + 16
     if bytes(raw[: len(_MAGIC)]) != _MAGIC:

@@ -125,10 +125,7 @@ class SpeculationScheduler(Scheduler):
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget what was computed, including what came from elsewhere or waits to be read, and what was accepted.
-
-        Raises:
-            RuntimeError: some of it is being read; try again a step later.
-        """
+        Raises RuntimeError: some of it is being read; try again a step later."""
         if reset_running_requests and self._planned is not None:
             self._planned.restart()
         if reset_running_requests and hasattr(self.connector, "recall"):  # it is one of ours
