@@ -143,11 +143,19 @@ class Controls:
             return _as_control(answer, alternatives=tuple(places)) if len(places) >= _LEAST_PLACES else None
         if params.greedy not in self._with_rows or not _is_plain(answer):
             return None
+        has_rounds = answer.replayable_rounds is not None
         if change == "token":
-            return _with_other_tokens(answer, logprobs)
-        can_differ = (
-            answer.replayable_rounds is not None and not params.filtered and params.temperature >= _LEAST_TEMPERATURE
-        )
+            surest = sorted(range(len(logprobs)), key=lambda index: -logprobs[index])[:_NUM_CHANGED]
+            if not (params.greedy or has_rounds) or any(logprobs[index] < _CERTAIN_NATS for index in surest):
+                return None
+            known, token_ids = (*answer.request.prompt_token_ids, *answer.token_ids), list(answer.token_ids)
+            for index in surest:
+                other = next((token for token in known if token != token_ids[index]), None)
+                if other is None:
+                    return None
+                token_ids[index] = other
+            return _as_control(answer, token_ids=tuple(token_ids), logprobs=())
+        can_differ = has_rounds and not params.filtered and params.temperature >= _LEAST_TEMPERATURE
         if not can_differ or -sum(logprobs) < _LEAST_SURPRISAL_NATS:
             return None
         request = dataclasses.replace(answer.request, seed=answer.request.seed ^ 1)
@@ -158,22 +166,6 @@ def _is_plain(answer: Answer) -> bool:
     """Return whether no rule of its request changes the logits."""
     params = answer.request.params
     return not (params.ruled or params.structure or answer.request.adapter or answer.untested)
-
-
-def _with_other_tokens(answer: Answer, logprobs: list[float]) -> Answer | None:
-    params = answer.request.params
-    surest = sorted(range(len(logprobs)), key=lambda index: -logprobs[index])[:_NUM_CHANGED]
-    replayable = params.greedy or answer.replayable_rounds is not None
-    if not replayable or any(logprobs[index] < _CERTAIN_NATS for index in surest):
-        return None
-    known = (*answer.request.prompt_token_ids, *answer.token_ids)
-    token_ids = list(answer.token_ids)
-    for index in surest:
-        other = next((token for token in known if token != token_ids[index]), None)
-        if other is None:
-            return None
-        token_ids[index] = other
-    return _as_control(answer, token_ids=tuple(token_ids), logprobs=())
 
 
 def _as_control(answer: Answer, **changes: object) -> Answer:

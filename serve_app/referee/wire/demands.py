@@ -90,7 +90,13 @@ class Demands:
                 for texts in (stops, words)
             )
             schemas = [*functions.values(), *(structure[1:] if structure and structure[0] == "json_schema" else ())]
-            if _is_wish(body) or not all(map(_is_read_alike, [json.loads(schema) for schema in schemas])):
+            tools = [tool.get("function") or {} for tool in body.get("tools") or ()]
+            asked = [(body.get("response_format") or {}).get("json_schema") or {}, *tools]
+            # A schema that is a wish, or parameters that need not be an object.
+            is_wish = any(one.get("strict") is False for one in asked) or any(
+                "type" not in (one.get("parameters") or {}) for one in tools
+            )
+            if is_wish or not all(map(_is_read_alike, [json.loads(schema) for schema in schemas])):
                 structure, functions = None, {}
         limits = replace(limits, bad_words=_bad_words(words, tokenizer, strict=strict))
         return cls(body, tokenizer, vendor, is_chat, limits, added, stops, structure, functions)
@@ -432,15 +438,6 @@ def _functions(body: Json) -> dict[str, str]:
         return known
     name = choice["function"]["name"]
     return {name: known[name]}
-
-
-def _is_wish(body: Json) -> bool:
-    """Return whether a JSON schema of it is a wish, or parameters of a tool need not be an object."""
-    functions: list[Any] = [tool.get("function") or {} for tool in body.get("tools") or ()]
-    schemas = [(body.get("response_format") or {}).get("json_schema") or {}, *functions]
-    return any(schema.get("strict") is False for schema in schemas) or any(
-        "type" not in (one.get("parameters") or {}) for one in functions
-    )
 
 
 def _is_read_alike(schema: Any) -> bool:

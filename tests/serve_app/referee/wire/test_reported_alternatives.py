@@ -66,19 +66,6 @@ def scores_of_the_row_before(choice: Json) -> None:
     choice["logprobs"]["scored_logprobs"] = [scored[-1], *scored[:-1]]
 
 
-def other_ids(choice: Json) -> None:
-    own = {f"token_id:{token}" for token in ANSWER}
-    choice["logprobs"]["top_logprobs"] = [
-        {name if name in own else f"token_id:{int(name[9:]) ^ 1}": value for name, value in place.items()}
-        for place in choice["logprobs"]["top_logprobs"]
-    ]
-
-
-def a_number_of_the_prompt(choice: Json) -> None:
-    own = choice["prompt_logprobs"][2][str(PROMPT[2])]
-    own["logprob"] -= 3.0
-
-
 def other_ids_of_the_prompt(choice: Json) -> None:
     choice["prompt_logprobs"] = [
         place and {token if int(token) in PROMPT else str(int(token) ^ 1): one for token, one in place.items()}
@@ -91,8 +78,6 @@ def other_ids_of_the_prompt(choice: Json) -> None:
     [
         (as_it_is, "replayed"),
         (scores_of_the_row_before, "alternatives: "),
-        (other_ids, "alternatives: "),
-        (a_number_of_the_prompt, "drift"),
         (other_ids_of_the_prompt, "alternatives: prompt token 1"),
     ],
 )
