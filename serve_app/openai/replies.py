@@ -399,11 +399,8 @@ class ChatFormat(_ChunkFormat):
 
     def opening(self, head: ReplyHead) -> list[dict[str, Any]]:
         """One chunk per choice, with the role."""
-        delta = {"role": "assistant", "content": ""}
-        chunks = [
-            head.chunk(self.chunk_kind, [_chat_choice(index, "delta", delta, None, None)])
-            for index in range(head.num_choices)
-        ]
+        empty = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        chunks = [head.chunk(self.chunk_kind, [{"index": index, **empty}]) for index in range(head.num_choices)]
         chunks[0] |= self._prompt_fields(head)
         return chunks
 
@@ -430,7 +427,7 @@ class ChatFormat(_ChunkFormat):
     def _choice(self, head: ReplyHead, piece: ChoiceDelta, name: str, said: dict[str, Any]) -> dict[str, Any]:
         entries = piece.logprobs
         logprobs = None if entries is None else {"content": token_logprobs(entries), "refusal": None}
-        choice = _chat_choice(piece.index, name, said, logprobs, piece.finish_reason)
+        choice = {"index": piece.index, name: said, "logprobs": logprobs, "finish_reason": piece.finish_reason}
         ended = {} if piece.finish_reason is None else {"stop_reason": piece.stop_reason}
         return choice | ended | head.token_fields(piece) | piece.version_fields() | piece.seed_fields()
 
@@ -463,10 +460,6 @@ def _call_delta(part: CallPart) -> dict[str, Any]:
         reported |= {"id": part.call_id, "type": "function"}
         reported["function"] = {"name": part.name, "arguments": part.arguments}
     return reported
-
-
-def _chat_choice(index: int, name: str, said: dict[str, Any], logprobs: Any, finish: str | None) -> dict[str, Any]:
-    return {"index": index, name: said, "logprobs": logprobs, "finish_reason": finish}
 
 
 def _legacy_logprobs(entries: Sequence[TokenEntry], with_scored: bool) -> dict[str, Any]:
