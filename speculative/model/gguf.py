@@ -110,7 +110,17 @@ def convert_gguf(gguf_path: Path, folder: Path) -> None:
     }
     _write_json(folder / "generation_config.json", token_ids)
     _write_json(folder / "tokenizer.json", byte_level_bpe(header))
-    _write_json(folder / "tokenizer_config.json", _tokenizer_config(header))
+    tokenizer: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": header.require("llama.context_length"),
+    }
+    for own, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        if (token_id := header.get(f"tokenizer.ggml.{key}_token_id")) is not None:
+            tokenizer[f"{own}_token"] = header.require("tokenizer.ggml.tokens")[token_id]
+    if (template := header.get("tokenizer.chat_template")) is not None:
+        tokenizer["chat_template"] = template
+    _write_json(folder / "tokenizer_config.json", tokenizer)
     weights, quantized = dict[str, Tensor](), dict[str, Quantized]()
     for tensor in reader.tensors:
         block, _, of_layer = tensor.name.removeprefix("blk.").partition(".")
@@ -229,23 +239,6 @@ def _post_processor(header: GGUFHeader, tokens: list[str]) -> dict[str, Any] | N
     if not special:
         return None
     return {"type": "TemplateProcessing", "single": template, "pair": template, "special_tokens": special}
-
-
-def _tokenizer_config(header: GGUFHeader) -> dict[str, Any]:
-    tokens = header.require("tokenizer.ggml.tokens")
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": header.require("llama.context_length"),
-    }
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        token_id = header.get(f"tokenizer.ggml.{key}_token_id")
-        if token_id is not None:
-            config[f"{name}_token"] = tokens[token_id]
-    template = header.get("tokenizer.chat_template")
-    if template is not None:
-        config["chat_template"] = template
-    return config
 
 
 def _refuse_unknown(header: GGUFHeader) -> None:
