@@ -67,8 +67,10 @@ class FakeApiServer:
             return _refusal(404, path)
         old = self.objects[path]
         new = body if method == "PUT" else _merged(old, body)
-        if _breaks_the_claim(old, new):
-            return _refusal(422, path)
+        if old["kind"] == "PersistentVolumeClaim":
+            fixed, size = _claimed(old)
+            if fixed != _claimed(new)[0] or _claimed(new)[1] < size:
+                return _refusal(422, path)
         return 200, self._keep(path, new)
 
     def _get(self, path: str, query: dict[str, list[str]]) -> tuple[int, Object]:
@@ -109,8 +111,11 @@ def _discovery(path: str) -> Object | None:
     if path == "/api":
         return {"kind": "APIVersions", "versions": ["v1"]}
     if path == "/apis":
-        groups = [version for version in KINDS if "/" in version]
-        return {"kind": "APIGroupList", "apiVersion": "v1", "groups": [_group(version) for version in groups]}
+        groups = []
+        for name, number in (version.split("/") for version in KINDS if "/" in version):
+            only = {"groupVersion": f"{name}/{number}", "version": number}
+            groups.append({"name": name, "versions": [only], "preferredVersion": only})
+        return {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
     names = KINDS.get(path.removeprefix("/apis/").removeprefix("/api/"))
     if names is None:
         return None
@@ -121,12 +126,6 @@ def _discovery(path: str) -> Object | None:
     ]
     version = path.removeprefix("/apis/").removeprefix("/api/")
     return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version, "resources": kinds}
-
-
-def _group(version: str) -> Object:
-    group, number = version.split("/")
-    only = {"groupVersion": version, "version": number}
-    return {"name": group, "versions": [only], "preferredVersion": only}
 
 
 def _merged(old: Any, patch: Any) -> Any:
@@ -144,15 +143,11 @@ def _merged(old: Any, patch: Any) -> Any:
     return made
 
 
-def _breaks_the_claim(old: Object, new: Object) -> bool:
-    if old["kind"] != "PersistentVolumeClaim":
-        return False
-    fixed = any(old["spec"].get(key) != new["spec"].get(key) for key in ("accessModes", "storageClassName"))
-    return fixed or _gibibytes(new) < _gibibytes(old)
-
-
-def _gibibytes(claim: Object) -> int:
-    return int(claim["spec"]["resources"]["requests"]["storage"].removesuffix("Gi"))
+def _claimed(claim: Object) -> tuple[list[Any], int]:
+    """What never changes of a claim, and its size in gibibytes."""
+    spec = claim["spec"]
+    size = int(spec["resources"]["requests"]["storage"].removesuffix("Gi"))
+    return [spec.get(key) for key in ("accessModes", "storageClassName")], size
 
 
 _OPENAPI = "/openapi/v2"  # against which Helm validates hooks; in protobuf, where nothing is a document without schemas
