@@ -42,7 +42,7 @@ async def test_a_lost_stop_string_is_found_in_what_went_over_the_wire(
     monkeypatch.setattr(HttpFront, "_submit", lambda _, answer, how: submitted.append(answer))
     front = opened(tokenizer_folder, DeltaSource(TokenDelta("", ids, kinds, finish_reason=FinishReason.LENGTH)))
     if lost:
-        monkeypatch.setattr("serve_app.openai.frontend.StopStrings", lambda strings: StopStrings(()))
+        monkeypatch.setattr("serve_app.openai.plan.StopStrings", lambda strings: StopStrings(()))
     served = front._front_end
     assert served is not None
     transport = httpx.ASGITransport(app=build_ingress(served))
