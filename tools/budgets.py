@@ -11,7 +11,7 @@ CORE = (
     *("*.py", "state/*.py", "sampling/*.py", "scheduling/*.py", "step/*.py"),
     *("drafting/weights.py", "model/arithmetic.py", "model/end_tokens.py"),
 )
-"""What lies in `speculative/` between a request and its tokens."""
+"""What lies in `speculative/` between a request and its tokens; `weight_formats` is what `model/` reads."""
 
 _GENERATED_PAGE = re.compile(r"(<!-- )?Made by `|^<!-- Made by ", re.M)
 _GENERATED_BLOCK = re.compile(r"^<!-- (?!end of)[^>]*: [^>]*-->\n.*?^<!-- end of [^>]*-->$", re.M | re.S)
@@ -24,7 +24,8 @@ def lines(files: Iterable[Path]) -> int:
 
 def core_modules() -> list[Path]:
     """The modules of the core engine."""
-    return [file for pattern in CORE for file in (ROOT / "speculative").glob(pattern)]
+    files = [file for pattern in CORE for file in (ROOT / "speculative").glob(pattern)]
+    return [file for file in files if file.name != "weight_formats.py"]
 
 
 def words(page: str) -> int:

@@ -223,11 +223,13 @@ def _cached_blocks_without_drafter_kv(engine: EngineCore) -> None:
     """Shared rows of the target are right; the drafter believes that its own are there."""
     drafter: Any = engine.drafter
 
-    def beginning(begin: Any, sequence: Sequence) -> Any:
-        drafter.cache.data[:, :, drafter._slots(sequence, 0, sequence.num_shared)] = 0
-        return begin(sequence)
+    def state_of(find: Any, sequence: Sequence) -> Any:
+        known = drafter._states.get(sequence.request.request_id)
+        if (state := find(sequence)) is not known:
+            drafter.cache.data[:, :, drafter._slots(sequence, 0, sequence.num_shared)] = 0
+        return state
 
-    _wrap(drafter, "_begin", beginning)
+    _wrap(drafter, "_state", state_of)
 
 
 @mutant("F14 a block of the prefix cache holds other tokens", "requests")
