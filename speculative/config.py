@@ -229,8 +229,8 @@ class EngineConfig(EngineSettings):
 
     @property
     def cpu_cache_tokens(self) -> int:
-        """The size of the KV cache on a CPU: as set, or as many whole blocks as fit into `CPU_CACHE_TOKENS`."""
-        return self.kv_cache_tokens or CPU_CACHE_TOKENS // self.block_size * self.block_size
+        """The size of the KV cache on a CPU: as set, or as many whole blocks as fit into `CPU_CACHE_TOKENS`, or one."""
+        return self.kv_cache_tokens or max(CPU_CACHE_TOKENS // self.block_size, 1) * self.block_size
 
     def on_cpu(self) -> "EngineConfig":
         """With the size of a CPU's KV cache where none is set."""

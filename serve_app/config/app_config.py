@@ -44,7 +44,7 @@ from speculative.config import (
 )
 from speculative.drafters import registered
 from speculative.errors import ConfigError
-from speculative.options import Option, option, options_of
+from speculative.options import Option, OptionError, option, options_of
 from speculative.request import Request
 
 
@@ -153,6 +153,14 @@ class DrafterSection(Section, DrafterSettings, options=_of_registered()):  # typ
     tree: Annotated[tuple[Annotated[int, Field(ge=1, le=MAX_DRAFTS)], ...], Field(strict=False)] = ()
     """Candidates drafted for each position of a round, such as [3, 2]; one for the positions behind. Drafters with
     weights, verifier coupled, on a CPU."""
+
+    @model_validator(mode="after")
+    def _is_one_to_the_engine(self) -> Self:
+        try:
+            self.config()
+        except OptionError as error:
+            raise FieldError(error.name.removeprefix("drafter."), error.rule) from error
+        return self
 
     def config(self) -> DrafterConfig:
         """The same for the engine."""

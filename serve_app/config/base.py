@@ -35,7 +35,7 @@ _WORDS = {
     "model_type": "must be a map (lines of `name: value`)",
     "dict_type": "must be a map (lines of `name: value`)",
     "list_type": "must be a list (lines that begin with `- `)",
-    "tuple_type": "must be a list",
+    "tuple_type": "must be a list (lines that begin with `- `)",
     "dataclass_type": "must be an object",
     "string_type": "must be text; put it in quotes",
     "int_type": "must be a whole number, without quotes",
