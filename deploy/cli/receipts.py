@@ -55,7 +55,7 @@ async def _check(
     from deploy.run.replied import replied_in
     from deploy.run.verify import Verifier
     from serve_app.config.files import why_unread
-    from serve_app.referee.records.receipts import Receipt, receipts_in
+    from serve_app.referee.records.receipts import NotAReceipt, Receipt, read_receipt, receipts_in
     from serve_app.referee.records.signatures import PublicKey
 
     try:
@@ -64,7 +64,12 @@ async def _check(
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {why_unread(error)}.") from error
     contents, reply = receipts_in(text)
-    receipts = [_read(content) for content in contents]
+    receipts: list[Any] = []  # each, or why it is none
+    for content in contents:
+        try:
+            receipts.append(read_receipt(content))
+        except NotAReceipt as error:
+            receipts.append(error)
     replied = replied_in(reply, receipts)
     readable = [one for one in receipts if isinstance(one, Receipt)]
     key = None if public_key is None else PublicKey.from_file(public_key)
@@ -100,13 +105,3 @@ async def _check_one(verifier: Any, receipt: Any, replied: Any, which: str, as_j
         return _UNCHECKED
     say(found)
     return _WRONG if verdict.reason else _UNCHECKED if verdict.open else 0
-
-
-def _read(content: Any) -> Any:
-    """A receipt, or why it is none."""
-    from serve_app.referee.records.receipts import NotAReceipt, read_receipt
-
-    try:
-        return read_receipt(content)
-    except NotAReceipt as error:
-        return error

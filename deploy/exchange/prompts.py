@@ -20,11 +20,8 @@ _FILE = Path(__file__).with_name("prompts.json")
 def read_prompts(folder: Path, kinds: tuple[str, ...], own: Path | None = None) -> dict[str, list[list[int]]]:
     """Token ids of the prompts by kind, in the chat template of the model in `folder`.
 
-    `own` replaces the set that comes with the package: a JSON object with a list of questions for every kind.
-
-    Raises:
-        ConfigError: the file cannot be read, or has no such kind.
-    """
+    `own` replaces the set that comes with the package: a JSON object with a list of questions for every kind. Raises
+    ConfigError: the file cannot be read, or has no such kind."""
     known = read_texts(own)
     lengths = {kind: int(found[1]) for kind in kinds if (found := _OF_LENGTH.fullmatch(kind))}
     texts = {kind: known.get("summarise" if kind in lengths else kind, []) for kind in kinds}

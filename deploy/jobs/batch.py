@@ -37,11 +37,8 @@ class BatchOptions:
 def run_batch(requests: Mapping[str, BatchRequest], output: BatchOutput, options: BatchOptions, view: View) -> None:
     """Send every request that the output does not have, and add its answer or refusal.
 
-    One that got neither, after all its tries, is reported and left out, so that the next run sends it again.
-
-    Raises:
-        ServiceError: the server is gone, or it refuses the key.
-    """
+    One that got neither, after all its tries, is reported and left out, so that the next run sends it again. Raises
+    ServiceError: the server is gone, or it refuses the key."""
     try:
         asyncio.run(_send([requests[one] for one in requests if one not in output.outcomes], output, options, view))
     except ExceptionGroup as group:

@@ -85,11 +85,8 @@ class BatchOutput:
     def opened(cls, path: Path, expected: Collection[str]) -> Iterator["BatchOutput"]:
         """The output of an input with these ids, made where it is missing, and locked until the block ends.
 
-        What a killed process left is read first: whole lines count, a torn last one is cut off.
-
-        Raises:
-            ConfigError: it cannot be written, another process writes it, or it is the output of something else.
-        """
+        What a killed process left is read first: whole lines count, a torn last one is cut off. Raises ConfigError: it
+        cannot be written, another process writes it, or it is the output of something else."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("a+b")

@@ -163,11 +163,7 @@ def own_connection() -> Iterator[None]:
 def _start_ray(num_cpus: int, progress: Progress) -> str:
     """Start a cluster on this machine, in several tries: Ray gives up after a time that knows no load (ray#65983).
 
-    Returns the folder of its session.
-
-    Raises:
-        ConfigError: it does not start.
-    """
+    Returns the folder of its session. Raises ConfigError: it does not start."""
     for left in reversed(range(_STARTS)):
         before, began = set(process_tree(os.getpid())), time.monotonic()
         try:

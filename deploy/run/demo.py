@@ -114,10 +114,7 @@ def run_demo(
 ) -> dict[str, Any]:
     """Ask, measure speculation on against off on the same tasks, wait for what was answered to be checked, and with an
     operator's token, have a replica rehearse a fault. Returns figures for JSON; rates are the service's own metrics.
-
-    Raises:
-        ServiceError: the service refused something, or nothing was replayed in time.
-    """
+    Raises ServiceError: the service refused something, or nothing was replayed in time."""
     progress(f"asking: {QUESTION}")
     answer = service.chat(QUESTION, on_text=on_text, max_tokens=_MAX_TOKENS, temperature=0)
     on_text("\n")

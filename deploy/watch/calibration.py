@@ -73,11 +73,6 @@ class _Compared:
         return likely
 
     @property
-    def drifts(self) -> Floats:
-        drifts: Floats = np.abs(self.served - self.exact)
-        return drifts
-
-    @property
     def move(self) -> float:
         """Return how far log odds moved, on average over what is drawn."""
         moves = [move_of_log_odds(*one) for one in zip(self.served.tolist(), self.exact.tolist(), strict=True)]
@@ -236,14 +231,15 @@ def _tolerance(compared: Sequence[_Compared], processed: bool, desk: _Desk) -> T
             "them, or its tokenizer is not that of --model."
         )
     weights = np.concatenate([one.weights for one in compared])
-    drifts = np.concatenate([one.drifts for one in compared])
+    moved = np.concatenate([one.exact - one.served for one in compared])
+    drifts = np.abs(moved)
     edges = np.concatenate([one.edges for one in compared])
     tme = float((weights * np.exp(np.minimum(drifts, 10.0))).sum() / weights.sum())
     largest = _quantile(drifts, weights, _KEPT_SHARE)
     shifts = np.array([one.shifts for one in compared])
     means, errors = shifts.mean(0), shifts.std(0, ddof=1) / math.sqrt(len(shifts))
     moves = np.array([one.move for one in compared])
-    apart = np.clip(np.concatenate([one.exact - one.served for one in compared]), -10.0, 10.0)
+    apart = np.clip(moved, -10.0, 10.0)
     k3 = np.expm1(apart) - apart  # of each token, p / s - log(p / s) - 1
     if tme > _OTHER_TME or largest > SURPRISAL_CLIP_NATS / 2:
         raise ConfigError(

@@ -42,14 +42,10 @@ class ReplicaCounts:
             metrics = self._metrics_of(pool)
             metrics.gauge("truespec_replicas_wanted", state.wanted)
             metrics.gauge("truespec_replicas_running", len(state.running))
-            lost = _lost(self._seen.get(pool), state)
+            before, lost = self._seen.get(pool), frozenset[str]()
+            if before is not None and not (before.changing or state.changing) and state.wanted >= before.wanted:
+                lost = before.running - before.moving - state.running
             metrics.count("truespec_replica_restarts_total", len(lost))
             if pool != "prefill":  # whose requests the decoding replica asks for again
                 metrics.count("truespec_requests_interrupted_total", sum(map(self._requests_on, lost)))
         self._seen = dict(pools)
-
-
-def _lost(before: PoolState | None, now: PoolState) -> frozenset[str]:
-    if before is None or before.changing or now.changing or now.wanted < before.wanted:
-        return frozenset()
-    return before.running - before.moving - now.running

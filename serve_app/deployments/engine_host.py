@@ -172,11 +172,8 @@ class EngineHost:
     def independent_referee(self) -> tuple[ActorHandle, ServedWeights]:
         """The app's one referee that is not our engine, started on this node if there is none; and what it must load.
 
-        It has a process of its own, since it must not delay a step of the engine.
-
-        Raises:
-            EngineFault: the engine is not loaded yet.
-        """
+        It has a process of its own, since it must not delay a step of the engine. Raises EngineFault: the engine is not
+        loaded yet."""
         from serve_app.referee.book.transformers_model import TransformersReferee  # only where it is asked for
 
         if self.updater is None:

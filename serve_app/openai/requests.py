@@ -346,11 +346,6 @@ class WireRequest(Wire):
         kind = self.structured_outputs.structure().kind
         return f"structured_outputs.{'json' if kind == 'json_schema' else kind}"
 
-    @property
-    def _structure_parameter(self) -> str:
-        """The top-level field that asks for the structure."""
-        return self.structure_field.partition(".")[0]
-
     def sampling_fields(self) -> dict[str, Any]:
         """Fields of SamplingParams, as far as they need neither model nor tokenizer; unsent fields are left out."""
         sent = {name: value for name in _AS_SENT if (value := getattr(self, name)) is not None}
@@ -409,7 +404,7 @@ class WireRequest(Wire):
         if len(old) > 1:
             raise InvalidRequest(old[1], f"{old[0]} and {old[1]} both constrain the answer; send one of them.")
         if self.structure is not None:
-            self._check_structure(self._structure_parameter)
+            self._check_structure(self.structure_field.partition(".")[0])
 
     def _check_structure(self, name: str) -> None:
         if self.response_format is not None and name != "response_format" and self.response_format.type != "text":

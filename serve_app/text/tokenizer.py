@@ -272,11 +272,8 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation in the chat template, with its tools and further template variables.
 
-        As by `apply_chat_template` of transformers, fields of messages that are None count as left out.
-
-        Raises:
-            InvalidRequest: as of `render_chat`.
-        """
+        As by `apply_chat_template` of transformers, fields of messages that are None count as left out. Raises
+        InvalidRequest: as of `render_chat`."""
         given = [{name: value for name, value in message.items() if value is not None} for message in messages]
         return self.encode_rendered(self.render_chat(given, tools=tools, variables=variables))
 
@@ -297,11 +294,8 @@ class Tokenizer:
     ) -> str:
         """The prompt of a conversation in the chat template, with its tools and further template variables.
 
-        The template is given the messages as they are: what is None in them is none there.
-
-        Raises:
-            InvalidRequest: the model has no chat template, or the template refuses these messages.
-        """
+        The template is given the messages as they are: what is None in them is none there. Raises InvalidRequest: the
+        model has no chat template, or the template refuses these messages."""
         if self._wrapped.chat_template is None:
             raise InvalidRequest(
                 "messages", "This model has no chat template; send a prompt to /v1/completions instead."

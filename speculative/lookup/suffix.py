@@ -46,13 +46,13 @@ class SuffixDrafter:
         self._options = options
         self._tree_depth = options.suffix_depth + max_drafts  # a draft fits behind the longest match
         self._past = PastOutputs(self._tree_depth, options.suffix_max_tokens)
-        self._indexes: dict[str, _OwnIndex] = {}
+        self._indexes: dict[str, tuple[Sequence, SuffixTree]] = {}  # of each running request
 
     def forget(self, request_id: str) -> None:
         """Drop the index of a request that has left, and remember what it wrote."""
         index = self._indexes.pop(request_id, None)
         if index is not None:
-            self._past.remember(index.sequence)
+            self._past.remember(index[0])
 
     def draft(self, sequence: Sequence, max_drafts: int) -> list[int]:
         """Up to `max_drafts` tokens; none where no suffix was seen before."""
@@ -61,14 +61,14 @@ class SuffixDrafter:
     def find(self, sequence: Sequence, max_drafts: int) -> tuple[list[int], int]:
         """Return drafts, and the length of the suffix that was seen before."""
         request_id = sequence.request.request_id
-        index = self._indexes.get(request_id)
-        if index is None:
-            index = self._indexes[request_id] = _OwnIndex(sequence, SuffixTree(self._tree_depth))
+        if request_id not in self._indexes:
+            self._indexes[request_id] = sequence, SuffixTree(self._tree_depth)
         if max_drafts == 0:
             return [], 0
-        index.tree.extend(sequence.tokens[index.tree.num_tokens :])
+        own = self._indexes[request_id][1]
+        own.extend(sequence.tokens[own.num_tokens :])
         tail = sequence.tokens[-self._options.suffix_depth :]
-        trees = (index.tree, *self._past.visible_to(sequence))
+        trees = (own, *self._past.visible_to(sequence))
         matches = [tree.longest_match(tail, self._options.suffix_min_match) for tree in trees]
         longest = max(matches)
         tree = trees[matches.index(longest)]
@@ -91,14 +91,6 @@ class SuffixDrafter:
         return drafts
 
 
-@dataclass(frozen=True, slots=True)
-class _OwnIndex:
-    """One running request, and the tree over its prompt and output."""
-
-    sequence: Sequence
-    tree: "SuffixTree"
-
-
 class PastOutputs:
     """Outputs of finished requests, in two halves: the newer one grows, and the older is dropped when it is full.
 
@@ -110,38 +102,30 @@ class PastOutputs:
     def __init__(self, depth: int, max_tokens: int) -> None:
         self._depth = depth
         self._room = max_tokens // 2
-        self._halves: tuple[_PastHalf, ...] = ()  # the newer first
+        self._halves: list[tuple[SuffixTree, set[int]]] = []  # the newer first, each with the seeds of what was drawn
 
     @property
     def num_tokens(self) -> int:
         """Tokens that are remembered."""
-        return sum(half.tree.num_tokens for half in self._halves)
+        return sum(tree.num_tokens for tree, _ in self._halves)
 
     def remember(self, sequence: Sequence) -> None:
         """Take in a finished sequence's output; of one that is too long, the end. One with a salt shares nothing."""
         output = sequence.tokens[sequence.num_prompt :][-self._room :]
         if self._room == 0 or not output or sequence.request.cache_salt:
             return
-        if not self._halves or self._halves[0].tree.num_tokens + len(output) > self._room:
-            self._halves = (_PastHalf(SuffixTree(self._depth)), *self._halves[:1])
-        newer = self._halves[0]
-        newer.tree.extend(output)
-        newer.tree.end_text()
+        if not self._halves or self._halves[0][0].num_tokens + len(output) > self._room:
+            self._halves = [(SuffixTree(self._depth), set()), *self._halves[:1]]
+        newer, seeds = self._halves[0]
+        newer.extend(output)
+        newer.end_text()
         if _is_drawn(sequence):
-            newer.seeds.add(sequence.request.seed)
+            seeds.add(sequence.request.seed)
 
     def visible_to(self, sequence: Sequence) -> list["SuffixTree"]:
         """Trees, newer first, without text that was drawn with the very random numbers that will judge the drafts."""
         seed = sequence.request.seed
-        return [half.tree for half in self._halves if not (_is_drawn(sequence) and seed in half.seeds)]
-
-
-@dataclass(frozen=True, slots=True)
-class _PastHalf:
-    """A tree over several outputs, and the seeds of those that were drawn."""
-
-    tree: "SuffixTree"
-    seeds: set[int] = field(default_factory=set)
+        return [tree for tree, seeds in self._halves if not (_is_drawn(sequence) and seed in seeds)]
 
 
 def _is_drawn(sequence: Sequence) -> bool:
@@ -244,7 +228,8 @@ class SuffixTree:
         longest, shortest_without = least - 1, len(tail) + 1
         while shortest_without - longest > 1:  # what follows a string follows its suffixes, too
             length = (longest + shortest_without) // 2
-            if self._is_followed(tail[len(tail) - length :]):
+            found = self._find(tail[len(tail) - length :])
+            if found is not None and (found[1] < found[0].length or found[0].children):
                 longest = length
             else:
                 shortest_without = length
@@ -277,10 +262,6 @@ class SuffixTree:
             path += self._text[node.start + used : node.start + used + taken]
             used += taken
         return Path(path, probability, complete=True)
-
-    def _is_followed(self, tokens: Tokens[int]) -> bool:
-        found = self._find(tokens)
-        return found is not None and (found[1] < found[0].length or bool(found[0].children))
 
     def _find(self, tokens: Tokens[int]) -> tuple[_Node, int] | None:
         """The edge that `tokens` end on, and how many of its tokens they take; None where they never occurred."""

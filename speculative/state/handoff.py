@@ -180,15 +180,12 @@ def _read_counts(header: dict[str, Any]) -> tuple[tuple[int, ...], int, int]:
 
 def _read_extra(header: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     extra = header.get("extra")
-    if not isinstance(extra, dict) or not all(name and _is_shape(shape) for name, shape in extra.items()):
+    if not isinstance(extra, dict) or not all(
+        name and isinstance(shape, list) and len(shape) <= 8 and all(type(n) is int and 0 <= n < 2**40 for n in shape)
+        for name, shape in extra.items()
+    ):
         raise HandoffRefused("damaged", "The handoff's sections have no sound shapes.")
     return {name: tuple(shape) for name, shape in extra.items()}
-
-
-def _is_shape(shape: object) -> bool:
-    return (
-        isinstance(shape, list) and len(shape) <= 8 and all(type(size) is int and 0 <= size < 2**40 for size in shape)
-    )
 
 
 def _digest(data: Blob) -> int:

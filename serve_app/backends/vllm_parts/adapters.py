@@ -96,11 +96,8 @@ class Adapters:
         """Arguments of vLLM's `AsyncEngineArgs`, with those that were given; none where there are no adapters.
 
         All of them stay in memory, so that none is read again while it is served. Only what they change is wrapped: by
-        default vLLM wraps the head as well, and then fails or errs when it returns logprobs of given tokens.
-
-        Raises:
-            ConfigError: an adapter's rank is larger than the largest.
-        """
+        default vLLM wraps the head as well, and then fails or errs when it returns logprobs of given tokens. Raises
+        ConfigError: an adapter's rank is larger than the largest."""
         if not self._loaded:
             return {}
         most = given.get("max_lora_rank", RANKS[-1])

@@ -33,9 +33,11 @@ def needs_of(folder: Path, config: EngineConfig, engine_args: Mapping[str, Any])
         engine_args: vLLM's; of its ranks each has a share of the model.
     """
     from speculative.model.config import ModelConfig  # imports torch, which reading a configuration need not
+    from speculative.model.tensor_files import read_header
 
     model, width = ModelConfig.from_folder(folder), 4 if config.dtype == "float32" else 2
-    weights = width * _num_weights(folder)
+    tensors = [tensor for path in weight_files(folder) for tensor in read_header(path).values()]
+    weights = width * sum(math.prod(tensor["shape"]) for tensor in tensors)
     longest = config.max_model_len or model.max_position_embeddings
     a_token = width * model.kv_shape.num_values
     cache = a_token * max(longest, config.kv_cache_tokens or 0)
@@ -65,13 +67,3 @@ def no_room(needs: Needs, device_bytes: int, given: float | None) -> str:
     if given is None:
         return f"{room}, which is not left by the model in vLLM"
     return f"{room}, which vllm.engine_args.{SHARE} ({given}) does not leave: lower it, or remove it"
-
-
-def _num_weights(folder: Path) -> int:
-    from safetensors import safe_open
-
-    number = 0
-    for path in weight_files(folder):
-        with safe_open(path, framework="np") as file:
-            number += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118  (no mapping)
-    return number

@@ -82,7 +82,7 @@ class ChatCompletionRequest(WireRequest):
         if not names or choice == "none":
             return
         if self.structure is not None:
-            name = self._structure_parameter
+            name = self.structure_field.partition(".")[0]
             raise InvalidRequest(name, f"{name} leaves no room for tool calls; send it without tools.")
         if choice not in (None, "auto"):
             self._check_structure("tool_choice")

@@ -128,15 +128,13 @@ def _in_form(message: dict[str, Any], in_parts: bool, as_text: bool, nothing: st
         elif not message["content"] and nothing != "as sent":
             message["content"] = nothing
         if as_text:
-            message["tool_calls"] = [_with_text(call) for call in message["tool_calls"]]
+            message["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": call["function"]["arguments"].text}}
+                for call in message["tool_calls"]
+            ]
     if in_parts and message.get("content") is not None:
         message["content"] = [{"type": "text", "text": message["content"]}]
     return message
-
-
-def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    return {**call, "function": {**function, "arguments": function["arguments"].text}}
 
 
 # ---- marks

@@ -79,11 +79,15 @@ class Tokenization:
 
     async def tokenize(self, wire: TokenizeRequest) -> dict[str, Any]:
         """The reply to /tokenize. Raises InvalidRequest: the chat template refuses the messages."""
-        ids = await self._ids(wire)
+        if wire.prompt is not None:
+            ids = await self._encoder.encoded(wire.prompt, wire.add_special_tokens)
+        else:
+            conversation = wire.conversation()
+            ids = await self._encoder.template(conversation, self._chats.chat_prompt(conversation))
         strings, name = None, self._tokenizer.token_text
         if wire.return_token_strs:
             strings = await off_loop(len(ids), lambda: [name(token) for token in ids])
-        return {"count": len(ids), "max_model_len": self._max_model_len, "tokens": ids, "token_strs": strings}
+        return {"count": len(ids), "max_model_len": self._max_model_len, "tokens": list(ids), "token_strs": strings}
 
     async def detokenize(self, wire: DetokenizeRequest) -> dict[str, Any]:
         """The reply to /detokenize; special tokens are shown. Raises InvalidRequest: an id is not in the vocabulary."""
@@ -97,9 +101,3 @@ class Tokenization:
     def info(self) -> dict[str, Any]:
         """The reply to /tokenizer_info: what a client needs to build the same prompts."""
         return self._tokenizer.description()
-
-    async def _ids(self, wire: TokenizeRequest) -> list[int]:
-        if wire.prompt is not None:
-            return list(await self._encoder.encoded(wire.prompt, wire.add_special_tokens))
-        conversation = wire.conversation()
-        return list(await self._encoder.template(conversation, self._chats.chat_prompt(conversation)))
