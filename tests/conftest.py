@@ -113,6 +113,14 @@ def pytest_testnodedown(node: Any) -> None:
     node.config.stash[_deselected] = Counter(getattr(node, "workeroutput", {}).get(_LEFT_OUT, {}))
 
 
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer that knows fewer than its 512 ids: the rest is padding."""
+    from tests.support.tiny_models import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", tokenizer=True)
+
+
 @cache
 def _group(path: Path) -> str:
     return _RAY if "mark.ray" in path.read_text(encoding="utf-8") else str(path)

@@ -69,11 +69,6 @@ RULES = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", tokenizer=True)
-
-
-@pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of the same family and vocabulary, with other weights: what drafts, or pretends to have answered."""
     return write_tiny_model(tmp_path_factory.mktemp("other") / "tiny", tokenizer=True, seed=1)

@@ -23,7 +23,6 @@ from serve_app.openai.frontend import FrontEnd
 from serve_app.text.grammar import StructureCompiler
 from serve_app.text.tokenizer import Tokenizer
 from tests.support.fake_serving import BackendSource, Served, ServeFake, make_backend
-from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_for
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -84,21 +83,15 @@ def sentencepiece() -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a tokenizer that knows fewer than its 512 ids: the rest is padding."""
-    return write_tiny_model(tmp_path_factory.mktemp("structured"), vocab_size=512, tokenizer=True)
-
-
-@pytest.fixture(scope="session")
-def tokens(tiny_folder: Path) -> list[bytes]:
+def tokens(folder: Path) -> list[bytes]:
     """The bytes of every id; padding has none."""
-    tokenizer = Tokenizer.from_folder(tiny_folder)
+    tokenizer = Tokenizer.from_folder(folder)
     return [tokenizer.token_bytes(token) for token in range(512)]
 
 
 @pytest.fixture(scope="session")
-def compiler(tiny_folder: Path) -> StructureCompiler:
-    return StructureCompiler(tiny_folder, 512, (2, 0))
+def compiler(folder: Path) -> StructureCompiler:
+    return StructureCompiler(folder, 512, (2, 0))
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,8 @@ from deploy.run.replayers import EngineName, ReplayerOptions, make_replayer
 from speculative.errors import EngineFault
 from speculative.request import Request
 from tests.support.replayer_conformance import CHECKS, MAX_MODEL_LEN, SAMPLED, TOKENS, Check, on_trial
-from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", tokenizer=True)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -37,11 +37,6 @@ CONFIG = EngineConfig(
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("backend") / "m", vocab_size=512, tokenizer=True)
-
-
 @pytest.fixture
 async def backend(folder: Path) -> AsyncIterator[TorchBackend]:
     async with serving(TorchBackend(str(folder), "tiny", CONFIG)) as started:

@@ -24,7 +24,6 @@ from speculative.state.sequence import Sequence
 from tests.support.engines import settings
 from tests.support.fake_serving import make_backend
 from tests.support.front_ends import chat, completion, reply_to
-from tests.support.tiny_models import write_tiny_model
 from tests.support.vocabulary import needs_kernels
 
 BODY = {"model": "tiny", "prompt": "a b a b a b", "max_tokens": 40, "ignore_eos": True, "seed": 7, "temperature": 1.0}
@@ -75,11 +74,6 @@ def num_drafted(reply: dict[str, Any]) -> int:
 def reported(reply: dict[str, Any]) -> list[tuple[Any, Any]]:
     """What each choice says of its seed."""
     return [(choice.get("reproducible"), choice.get("reproducible_reason")) for choice in reply["choices"]]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("seeds") / "m", tokenizer=True)
 
 
 @pytest_asyncio.fixture

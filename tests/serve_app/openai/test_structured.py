@@ -355,9 +355,9 @@ def test_long_chains_do_not_end_the_process(structure: Structure, compiler: Stru
         output.append(rng.choice(choices))
 
 
-def test_a_model_without_an_end_cannot_keep_to_a_structure(tiny_folder: Path) -> None:
+def test_a_model_without_an_end_cannot_keep_to_a_structure(folder: Path) -> None:
     with pytest.raises(InvalidRequest, match="no end-of-text token"):
-        StructureCompiler(tiny_folder, VOCAB_SIZE, ())(Structure("json_object"))
+        StructureCompiler(folder, VOCAB_SIZE, ())(Structure("json_object"))
 
 
 def garbage(rng: random.Random) -> Structure:
@@ -409,7 +409,7 @@ async def collect(backend: TorchBackend, request: Request) -> tuple[list[int], F
 
 
 async def test_the_backend_compiles_beside_the_engine_and_only_the_faulty_request_fails(
-    tiny_folder: Path, tokens: list[bytes], monkeypatch: pytest.MonkeyPatch
+    folder: Path, tokens: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[str] = []
     compile_one = StructureCompiler._compile
@@ -419,7 +419,7 @@ async def test_the_backend_compiles_beside_the_engine_and_only_the_faulty_reques
         return compile_one(self, structure)
 
     monkeypatch.setattr(StructureCompiler, "_compile", recorded)
-    backend = TorchBackend(str(tiny_folder), "tiny", settings())
+    backend = TorchBackend(str(folder), "tiny", settings())
     await backend.start()
     try:
         output, reason = await collect(backend, asking("good", FINITE["json"].structure))
@@ -437,18 +437,18 @@ async def test_the_backend_compiles_beside_the_engine_and_only_the_faulty_reques
     assert "truespec-engine" not in threads
 
 
-async def test_an_engine_without_the_means_says_so(tiny_folder: Path) -> None:
+async def test_an_engine_without_the_means_says_so(folder: Path) -> None:
     def load(path: Path, config: EngineConfig) -> EngineCore:
         return EngineCore.load(path, config)
 
-    backend = TorchBackend(str(tiny_folder), "tiny", settings(), load)
+    backend = TorchBackend(str(folder), "tiny", settings(), load)
     await backend.start()
     try:
         with pytest.raises(InvalidRequest, match="without support"):
             await collect(backend, asking("bare", Structure("json_object")))
     finally:
         await backend.stop()
-    assert load_engine(tiny_folder, settings()).make_constraint(Structure("json_object")).allowed((), ())[0].any()
+    assert load_engine(folder, settings()).make_constraint(Structure("json_object")).allowed((), ())[0].any()
 
 
 DEAD_ENDS: list[dict[str, Any]] = [  # with texts for ids; the first two fields leave no token
@@ -466,11 +466,11 @@ DEAD_ENDS: list[dict[str, Any]] = [  # with texts for ids; the first two fields 
 @pytest.mark.parametrize("drafter", [NGRAM, DrafterConfig.of(kind="suffix", suffix_min_match=1), NO_DRAFTS])
 @pytest.mark.parametrize("temperature", [0, 1])
 async def test_constraints_that_leave_no_token_are_the_clients_mistake(
-    tiny_folder: Path, drafter: DrafterConfig, temperature: float
+    folder: Path, drafter: DrafterConfig, temperature: float
 ) -> None:
     """At once and on the way; the engine breaks no invariant, and who is beside it gets what it gets alone."""
-    backend, sink = TorchBackend(str(tiny_folder), "m", settings(drafter=drafter)), PrometheusSink(source="r1")
-    model, tokenizer = await backend.start(), Tokenizer.from_folder(tiny_folder, "chatml-tools")
+    backend, sink = TorchBackend(str(folder), "m", settings(drafter=drafter)), PrometheusSink(source="r1")
+    model, tokenizer = await backend.start(), Tokenizer.from_folder(folder, "chatml-tools")
     end = FrontEnd(observed(BackendSource(backend), Metrics(sink, model_name="m", pool="all")), tokenizer, model)
     beside = completion(max_tokens=40, seed=1, ignore_eos=True)
     try:

@@ -25,6 +25,7 @@ from serve_app.referee.judge.verdicts import Verdict
 from speculative.config import DrafterConfig
 from speculative.model.config import ModelConfig
 from speculative.model.fingerprint import model_fingerprint
+from speculative.model.rotary import Rope
 from speculative.request import DEFAULT_VERSION, Request, SamplingParams
 from tests.support.engines import NGRAM, NO_DRAFTS, tiny_engine
 from tests.support.referees import NUM_TOKENS, TOLERANCE, Court, EngineReplay, Replayer, serve, served
@@ -40,11 +41,6 @@ KINDS = (
     dataclasses.replace(PLAIN, top_k=40, min_p=0.01, repetition_penalty=1.1, logit_bias=((40, 3.0),)),
     dataclasses.replace(PLAIN, reproducible=True, logprobs=None),
 )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", tokenizer=True)
 
 
 @pytest.fixture(scope="module")
@@ -166,9 +162,9 @@ async def test_a_sound_engine_is_never_suspected(court: Court, folder: Path, dra
     assert (await judged(court, folder, 100, drafts, dtype=dtype)).results["agrees"] == 100
 
 
-@pytest.mark.parametrize(("field", "wrong"), [("rope_theta", 11_000.0), ("rms_norm_eps", 1e-4)])
+@pytest.mark.parametrize(("field", "wrong"), [("rope", Rope.plain(11_000.0, 16)), ("rms_norm_eps", 1e-4)])
 async def test_a_fault_of_every_forward_pass_is_found_though_the_engines_own_replays_share_it(
-    court: Court, folder: Path, monkeypatch: pytest.MonkeyPatch, field: str, wrong: float
+    court: Court, folder: Path, monkeypatch: pytest.MonkeyPatch, field: str, wrong: Any
 ) -> None:
     sound = ModelConfig.from_folder
     monkeypatch.setattr(ModelConfig, "from_folder", lambda path: dataclasses.replace(sound(path), **{field: wrong}))
