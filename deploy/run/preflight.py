@@ -31,6 +31,7 @@ from speculative.model.config import ModelConfig
 from speculative.model.eagle3 import Eagle3Config
 from speculative.model.end_tokens import read_json
 from speculative.model.file_names import LOWER_FILES, TOP_FILES
+from speculative.model.formats import format_of
 from speculative.model.forms import format_held
 from speculative.model.head_checkpoint import read_held_out_rates
 from speculative.model.loading import check_weights, checkpoint_files, choose_weights
@@ -255,7 +256,9 @@ def _check_model(config: AppConfig, machine: Machine, found: Preflight) -> None:
             for kind in ("cpu", "cuda"):
                 with found.reading("engine.quantization"):
                     if config.pools_on(kind):
-                        choose_weights(engine.quantization, folder, dtype=engine.dtype, device=torch.device(kind))
+                        device = torch.device(kind)
+                        form = choose_weights(engine.quantization, folder, dtype=engine.dtype, device=device)
+                        format_of(form).check(model)
         _check_memory(config, engine, model, machine, found)
 
 

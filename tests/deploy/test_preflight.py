@@ -171,7 +171,7 @@ def test_gpus_that_no_pool_asks_for_are_hinted_at(models: Mapping[str, str]) -> 
     assert re.search(r"args.pools.decode.num_gpus is 0.* this machine has 2 GPUs: set it to 1, or engine.device", hint)
 
 
-def test_fp8_weights_take_a_byte_each_and_a_gpu(models: Mapping[str, str]) -> None:
+def test_fp8_weights_take_a_byte_each_and_a_gpu(models: Mapping[str, str], tmp_path: Path) -> None:
     engine = {"dtype": "bfloat16", "quantization": "fp8", "kv_cache_tokens": 1024}
     reported = only(faults(config(models, engine=engine)))
     assert "args.engine.quantization: fp8 is not to be had here: FP8 products need a GPU; on a CPU take" in reported
@@ -181,6 +181,11 @@ def test_fp8_weights_take_a_byte_each_and_a_gpu(models: Mapping[str, str]) -> No
     small = config(models, engine=engine | {"kv_cache_tokens": 16}, pools=pools)
     assert faults(small, Machine(2, GIB, (room,))) == []
     assert "GiB in fp8 on each" in only(faults(small, Machine(2, GIB, (2**16,))))
+    odd = write_tiny_model(tmp_path / "odd", tokenizer=True, intermediate_size=72)
+    served = config(models, model={"source": str(odd), "name": "x"}, engine=engine, pools=pools)
+    assert "engine.quantization: fp8 needs sizes that are multiples of 16" in only(
+        faults(served, Machine(2, GIB, (GIB,)))
+    )
     integers = config(models, engine=engine | {"quantization": "w4a8"}, pools=pools)
     assert "take quantization: auto or fp8" in only(faults(integers, Machine(2, GIB, (GIB,))))
 

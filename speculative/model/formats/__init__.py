@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speculative.errors import UnsupportedModel
 from speculative.kernels.bindings import Kernels
 from speculative.model.config import ModelConfig
 from speculative.model.fp8 import ScaledRows
@@ -31,6 +32,8 @@ class Format:
 
     linear: type[Matrix] = Linear
     """What the matrices of a model's layers are; the LM head is a `Linear` in any format."""
+    multiple, of_outputs = 1, False
+    """Of what the inputs of all matrices have to be a multiple, and whether their outputs, too."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name
@@ -46,7 +49,24 @@ class Format:
         return "" if device.type in known.devices else f"it is for {' and '.join(known.devices)} alone; {fix}"
 
     def check(self, model: ModelConfig) -> None:
-        """Refuse a model that the products do not take, by UnsupportedModel."""
+        """Refuse a model that the products do not take.
+
+        Raises:
+            UnsupportedModel: a size is no multiple as it has to be.
+        """
+        sizes = {
+            "hidden_size": model.hidden_size,
+            "intermediate_size": model.intermediate_size,
+            "num_attention_heads x head_dim": model.num_heads * model.head_dim,
+        }
+        if self.of_outputs:
+            sizes["num_key_value_heads x head_dim"] = model.num_kv_heads * model.head_dim
+        for name, size in sizes.items():
+            if size % self.multiple:
+                raise UnsupportedModel(
+                    f"quantization: {self.name} needs sizes that are multiples of {self.multiple}, and {name} is "
+                    f"{size}; take quantization: auto."
+                )
 
     def check_given(self, folder: Path, slots: Mapping[str, Tensor]) -> None:
         """Refuse numbers of the format's own file that are not the weights beside them, by ConfigError.

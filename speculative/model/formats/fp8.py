@@ -5,14 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from speculative.errors import UnsupportedModel
 from speculative.kernels.bindings import Kernels
-from speculative.model.config import ModelConfig
 from speculative.model.formats import OwnFormat, Served
 from speculative.model.fp8 import E4M3, Rows, ScaledRows, quantize_rows
 from speculative.model.layers import FusibleLayer, Matrix, nan_parameter
-
-_MULTIPLE = 16  # of all sizes, for the GPU's products
 
 
 class Fp8Linear(Matrix, FusibleLayer):
@@ -43,6 +39,7 @@ class Fp8(OwnFormat):
     """Keeps the numbers of a checkpoint that holds FP8, and rounds others."""
 
     linear = Fp8Linear
+    multiple, of_outputs = 16, True
     rounded = staticmethod(quantize_rows)
 
     def why_not(self, device: torch.device, dtype: str, kernels: Kernels | None) -> str:
@@ -65,25 +62,6 @@ class Fp8(OwnFormat):
                 "later"
             )
         return ""
-
-    def check(self, model: ModelConfig) -> None:
-        """Refuse a model whose matrices the GPU's FP8 products do not take.
-
-        Raises:
-            UnsupportedModel: a size is no multiple of 16.
-        """
-        sizes = {
-            "hidden_size": model.hidden_size,
-            "intermediate_size": model.intermediate_size,
-            "num_attention_heads x head_dim": model.num_heads * model.head_dim,
-            "num_key_value_heads x head_dim": model.num_kv_heads * model.head_dim,
-        }
-        for name, size in sizes.items():
-            if size % _MULTIPLE:
-                raise UnsupportedModel(
-                    f"quantization: fp8 needs sizes that are multiples of {_MULTIPLE}, and {name} is {size}; "
-                    "take quantization: auto."
-                )
 
     def read(self, name: str, tensor: Tensor, others: Mapping[str, Tensor], dtype: torch.dtype) -> Served:
         """Return a matrix in FP8, by the checkpoint's numbers where it has some."""

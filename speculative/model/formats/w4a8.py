@@ -11,11 +11,13 @@ from torch import Tensor
 from speculative.errors import ConfigError
 from speculative.model.file_names import QUANTIZED_FILE
 from speculative.model.formats import HEADS, Format
-from speculative.model.quantized import Quantized, load_quantized, quantize, unpacked
+from speculative.model.quantized import GROUP, Quantized, load_quantized, quantize, unpacked
 
 
 class W4A8(Format):
     """Keeps the numbers of the checkpoint's own file where it has as many bits, and rounds others."""
+
+    multiple = GROUP
 
     def check_given(self, folder: Path, slots: Mapping[str, Tensor]) -> None:
         """Refuse numbers whose plain weights are not those, dequantized and rounded to bfloat16."""

@@ -179,15 +179,20 @@ def test_other_quantized_checkpoints_are_refused(quantization: dict[str, Any], t
 
 
 @pytest.mark.parametrize(
-    ("sizes", "named"),
+    ("weights", "sizes", "refused"),
     [
-        ({"hidden_size": 72, "num_attention_heads": 4, "head_dim": 16}, "hidden_size"),
-        ({"intermediate_size": 100}, "inter"),
+        ("fp8", {"hidden_size": 72, "num_attention_heads": 4, "head_dim": 16}, "16, and hidden_size is 72"),
+        ("fp8", {"intermediate_size": 100}, "16, and intermediate_size is 100"),
+        ("fp8", {"num_key_value_heads": 1, "head_dim": 24}, "16, and num_key_value_heads x head_dim is 24"),
+        ("w4a8", {"hidden_size": 48}, "32, and hidden_size is 48"),
+        ("w4a8", {"head_dim": 20}, "32, and num_attention_heads x head_dim is 80"),
     ],
 )
-def test_sizes_that_the_products_do_not_take_are_refused(sizes: dict[str, int], named: str, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match=rf"multiples of 16, and {named}.* take quantization: auto"):
-        load(write_tiny_model(tmp_path, **sizes))
+def test_sizes_that_the_products_do_not_take_are_refused(
+    weights: str, sizes: dict[str, int], refused: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModel, match=rf"{weights} needs sizes .* multiples of {refused}; take .*: auto"):
+        load(write_tiny_model(tmp_path, **sizes), weights=weights)
 
 
 # -- the choice -----------------------------------------------------------------------------------------------------
