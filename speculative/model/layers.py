@@ -243,6 +243,19 @@ class Attention(FusibleLayer):
         return self.o_proj(attended.flatten(1))  # type: ignore[no-any-return]
 
 
+def gelu(rows: Tensor) -> Tensor:
+    """GELU by tanh, computed in float32.
+
+    On a CPU, torch's own rounds some numbers otherwise at the ends of what its threads share out, so that a row would
+    differ from batch to batch.
+    """
+    if rows.is_cuda:
+        return functional.gelu(rows, approximate="tanh")
+    wide = rows.float()
+    inner = (wide + 0.044715 * (wide * wide * wide)) * math.sqrt(2 / math.pi)
+    return (0.5 * wide * (1 + inner.tanh())).to(rows.dtype)
+
+
 class MLP(FusibleLayer):
     """SwiGLU (Shazeer, 2020): down(silu(gate(x)) * up(x)), or with tanh's GELU; gate and up come from one matrix.
 
@@ -262,7 +275,7 @@ class MLP(FusibleLayer):
         """[N, hidden_size] -> [N, hidden_size]."""
         if self._gelu:
             gate, up = self.gate_up_proj(rows).chunk(2, dim=-1)
-            return self.down_proj(functional.gelu(gate, approximate="tanh") * up)  # type: ignore[no-any-return]
+            return self.down_proj(gelu(gate) * up)  # type: ignore[no-any-return]
         gated = self.ops.gate(self.gate_up_proj(rows), feeds_fp8=self._feeds_fp8)
         return self.down_proj(gated)  # type: ignore[no-any-return]
 
