@@ -71,7 +71,8 @@ class HttpFront:
             for result in ("ok", "failed"):
                 metrics.count("truespec_key_file_reloads_total", 0, result=result)
             _logger.info("%s has %d keys", keys_file, len(keys))
-        self._access = Access(keys, None if token_file is None else read_token(Path(token_file)))
+        token = None if token_file is None else read_token(Path(token_file))
+        self._access = Access(None if keys is None else keys.find, token)
         self._admin: Admin | None = None
         if self._access.has_admin:
             controller, rehearse = runtime.controller, self._rehearse if self._config.guard.rehearsal else None

@@ -37,16 +37,16 @@ class _Choice:
         self._request = request
         self._echo = echo
         self._num_ranked = job.head.num_prompt_logprobs
-        self._text_form = text_form = job.asked.wire.text_form
-        answers = job.prompted.answers
+        wire, answers = job.asked.wire, job.prompted.answers
+        self._tokens_as_ids = bool(wire.return_tokens_as_token_ids)
         self._with_logprobs = request.params.returns_logprobs
         self._with_tokens = self._with_logprobs or job.head.with_token_ids or job.head.with_token_kinds
         self._tokenizer = tokenizer
-        keeps_special = not text_form.skip_special or (answers is not None and answers.keeps_special)
+        keeps_special = wire.skip_special_tokens is False or (answers is not None and answers.keeps_special)
         markers = () if answers is None else answers.markers
         self._reader = None if answers is None else _Reader(answers)
         detokenizer = tokenizer.detokenizer(skip_special=not keeps_special, shown=markers, continuation=True)
-        includes = text_form.include_stop
+        includes = bool(wire.include_stop_str_in_output)
         matcher = StopMatcher(job.stops, include=includes)
         self._text = AnswerText(detokenizer, matcher, include_stop=includes, min_tokens=request.params.min_tokens)
         self.ending = Ending("length", job.stops.strings, includes, None if keeps_special else tuple(markers))
@@ -207,7 +207,7 @@ class _Choice:
 
     def _name(self, token: int) -> str:
         """A token as logprobs show it: its text, or (as vLLM has it) its id."""
-        return f"token_id:{token}" if self._text_form.tokens_as_ids else self._tokenizer.token_text(token)
+        return f"token_id:{token}" if self._tokens_as_ids else self._tokenizer.token_text(token)
 
 
 class ChoiceRun:

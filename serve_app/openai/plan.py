@@ -51,8 +51,8 @@ class Planned:
         """An engine's refusal, with the field that the client sent."""
         answers, asked = self.prompted.answers, self.asked
         forced = answers is not None and forces_calls(answers.chat)
-        if answers is not None and (of_tools := answers.refusal_of_tools(error)) is not None:
-            return of_tools
+        if forced and "rammar" in error.message:  # of the functions' schemas
+            return InvalidRequest("tools", f"tools: the functions' schemas cannot be enforced: {error.message}")
         form = "tool_choice" if forced else asked.wire.structure_field
         prompt = "messages" if isinstance(asked.wire, ChatCompletionRequest) else "prompt"
         field, message = (

@@ -5,7 +5,7 @@ Requests are checked here as far as possible without model and tokenizer.
 
 import json
 import re
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator
@@ -160,15 +160,6 @@ def _schema_text(schema: Any) -> str:
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Seconds = Annotated[float, Field(ge=0.001, le=86400)]
-
-
-@dataclass(frozen=True, slots=True)
-class TextForm:
-    """The form in which the tokens of an answer are shown."""
-
-    skip_special: bool = True  # special tokens are left out of the text
-    include_stop: bool = False  # what stopped the answer is part of its text
-    tokens_as_ids: bool = False  # logprobs name tokens by id: "token_id:7"
 
 
 class WireRequest(Wire):
@@ -357,15 +348,6 @@ class WireRequest(Wire):
     def stop_strings(self) -> tuple[str, ...]:
         """The stop strings, in whichever form they were sent."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
-    def text_form(self) -> TextForm:
-        """Return how tokens are to become text."""
-        return TextForm(
-            self.skip_special_tokens is not False,
-            bool(self.include_stop_str_in_output),
-            bool(self.return_tokens_as_token_ids),
-        )
 
     @property
     def num_prompt_logprobs(self) -> int | None:

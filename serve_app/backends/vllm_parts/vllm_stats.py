@@ -21,28 +21,23 @@ class Counts:
         self._kv_usage = 0.0
         self._num_running = 0
         self._accepted = self._expected = 0.0  # since they were last compared; what is not reported yet
-        self._last_at = time.monotonic()
+        self.last_step_at = time.monotonic()  # when vLLM last reported one
 
     def set_sizes(self, num_blocks: int, block_size: int) -> None:
         """Set the size of vLLM's cache: its blocks, and the tokens of each."""
         self._num_blocks, self._block_size = num_blocks, block_size
 
-    @property
-    def last_step_at(self) -> float:
-        """Return when vLLM last reported a step, monotonic seconds."""
-        return self._last_at
-
     def begin(self) -> None:
         """A request comes; when none was there before, the time until its first step begins now."""
-        self._last_at = time.monotonic()
+        self.last_step_at = time.monotonic()
 
     def add_step(self, scheduler: Any, iteration: Any) -> None:
         """Take in vLLM's counters of a step. The time since the last step, or since work came, stands for its own."""
         now = time.monotonic()
         stats = self._stats
         stats.num_steps += 1
-        stats.verify_s += now - self._last_at
-        self._last_at = now
+        stats.verify_s += now - self.last_step_at
+        self.last_step_at = now
         if scheduler is not None:
             self._kv_usage, self._num_running = scheduler.kv_cache_usage, scheduler.num_running_reqs
             stats.prefix_cache_queries += scheduler.prefix_cache_stats.queries

@@ -2,9 +2,9 @@
 
 import enum
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from serve_app.config.files import why_unread
 from serve_app.errors import AccessDenied, Forbidden
@@ -30,23 +30,15 @@ class Caller:
 ANYBODY = Caller("", frozenset({Scope.USER}))
 
 
-class Keys(Protocol):
-    """The keys that are known."""
-
-    def find(self, key: str) -> Caller | None:
-        """Return who has this key, if anybody."""
-        ...
-
-
 class Access:
     """Decides by the `Authorization` header.
 
     Args:
-        keys: None = who sends no key may use what needs the scope `user`.
+        keys: finds who has a key, if anybody; None = who sends no key may use what needs the scope `user`.
         admin_token: opens `/admin` beside the keys of that scope.
     """
 
-    def __init__(self, keys: Keys | None = None, admin_token: str | None = None) -> None:
+    def __init__(self, keys: Callable[[str], Caller | None] | None = None, admin_token: str | None = None) -> None:
         self._keys = keys
         self._admin_token = None if admin_token is None else admin_token.encode()
 
@@ -88,7 +80,7 @@ class Access:
             return Caller("admin.token_file", opens)
         if self._keys is None:
             return ANYBODY
-        return self._keys.find(key) if key else None
+        return self._keys(key) if key else None
 
 
 def read_token(path: Path) -> str:

@@ -22,7 +22,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, field_validato
 
 from serve_app.config.base import AtLeastOne
 from serve_app.config.files import read_file
-from serve_app.http.access.access import Caller, Keys, Scope
+from serve_app.http.access.access import Caller, Scope
 from speculative.errors import ConfigError
 
 _logger = logging.getLogger("truespec.access")
@@ -128,7 +128,7 @@ def _write(path: Path, file: KeyFile) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror}.") from error
 
 
-class KeyStore(Keys):
+class KeyStore:
     """The keys of a file, which is read again when it has changed; checked at most once a second.
 
     A changed file that is invalid, or missing, changes nothing: the known keys stay valid, the log says why, and

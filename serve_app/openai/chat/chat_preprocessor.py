@@ -22,7 +22,6 @@ from serve_app.openai.tools.call_readers import (
 from serve_app.openai.tools.forced_calls import behind_thought, call_form, forces_calls
 from serve_app.text.schemas import SchemaRefused, held
 from serve_app.text.tokenizer import ChatTemplate, Tokenizer, shipped_templates
-from speculative.errors import InvalidRequest
 from speculative.request import FinishReason, Structure
 
 # What a template is given in any case, by us or by transformers.
@@ -75,12 +74,6 @@ class ResponseParser:
         """Return the finish reason; `tool_calls`, as OpenAI has it, where the model chose to call a tool."""
         chose = called and self.chat.use != "named"
         return "tool_calls" if chose and reason == FinishReason.STOP.value else reason
-
-    def refusal_of_tools(self, error: InvalidRequest) -> InvalidRequest | None:
-        """An engine's refusal of the grammar that forces calls, with the field that it is made of; else None."""
-        if not forces_calls(self.chat) or "rammar" not in error.message:
-            return None
-        return InvalidRequest("tools", f"tools: the functions' schemas cannot be enforced: {error.message}")
 
 
 class ChatPreprocessor:

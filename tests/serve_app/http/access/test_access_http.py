@@ -65,7 +65,7 @@ def make(serve_fake: ServeFake, tmp_path_factory: pytest.TempPathFactory) -> Cal
 
     def make(**options: bool) -> Guarded:
         sink = PrometheusSink()
-        access = Access(KeyStore(path))
+        access = Access(KeyStore(path).find)
         gate = Gate(access, Metrics(sink, model_name="fake", pool="decode"), **options)
         operations = Operations(exposition, well, kept=ResponseStore(10**6, 60.0))
         admin = Admin(replicas, replicas)
@@ -103,7 +103,7 @@ FOR_ADMINS = {*TRAINER, "/admin/speculation", "/admin/weights", "/admin/pause", 
 
 def test_what_each_route_of_the_whole_app_needs(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = file_with(tmp_path / "keys.yaml", user={}, admin={"scopes": ["admin"]})
-    access, weights = Access(KeyStore(path)), FakeWeights()
+    access, weights = Access(KeyStore(path).find), FakeWeights()
     app = build_ingress(
         fake_front_end(tokenizer)[0],
         operations=Operations(exposition, well, VllmRoutes({}, weights)),

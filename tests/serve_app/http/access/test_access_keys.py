@@ -176,7 +176,7 @@ def test_the_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_scopes_open_what_they_name(tmp_path: Path) -> None:
     path = file_with(tmp_path / "k.yaml", user={}, admin={"scopes": ["admin"]}, both={"scopes": ["user", "admin"]})
-    access = Access(KeyStore(path), "token")
+    access = Access(KeyStore(path).find, "token")
     assert not access.is_open and access.has_admin
     for key, scope in (("user", Scope.USER), ("admin", Scope.ADMIN), ("both", Scope.USER), ("both", Scope.ADMIN)):
         assert access.require(scope, f"Bearer {key}").id == key

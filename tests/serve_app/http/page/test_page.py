@@ -98,7 +98,7 @@ def served(page_server: Served, referee: Referee, feed: Feed) -> Served:
 
 @pytest.fixture(scope="module")
 def keyed_server(serve_fake: ServeFake, referee: Referee) -> Served:
-    return serve_fake(page=Feed(referee), gate=Gate(Access(FakeKeys())))
+    return serve_fake(page=Feed(referee), gate=Gate(Access(FakeKeys().find)))
 
 
 @pytest.fixture(scope="module")
