@@ -25,7 +25,7 @@ from speculative.model.decoder import Decoder
 from speculative.model.derived import is_derived
 from speculative.model.end_tokens import read_json
 from speculative.model.file_names import INDEX_FILE, LOWER_FILES, NEVER_READ, TOP_FILES, WEIGHTS_FILE
-from speculative.model.formats import EMBEDDING, LM_HEAD, OwnFormat, format_of
+from speculative.model.formats import EMBEDDING, LM_HEAD, format_of
 from speculative.model.forms import format_held
 from speculative.model.tensor_files import PLAIN, check_tensors, read_header, read_tensors, require_finite
 from speculative.weight_formats import FORMATS, format_wanted
@@ -136,10 +136,10 @@ def _read_into(decoder: Decoder, folder: Path, files: Iterable[Path]) -> None:
         slot = EMBEDDING if name == LM_HEAD and decoder.config.tie_word_embeddings else name
         if slot not in slots:
             raise ConfigError(f"{path}: unexpected tensor {name}; config.json and the weights do not belong together.")
-        parts, form = {slot: tensor}, decoder.weights
-        if isinstance(form, OwnFormat) and slots[slot].dtype not in PLAIN and tensor.dtype in PLAIN:
-            rounded = form.rounded(tensor.to(slots[slot].device)).parameters()
-            parts = {f"{slot.removesuffix('weight')}{own}": numbers for own, numbers in rounded.items()}
+        parts, rounded = {slot: tensor}, decoder.weights.rounded
+        if rounded is not None and slots[slot].dtype not in PLAIN and tensor.dtype in PLAIN:
+            own = rounded(tensor.to(slots[slot].device)).parameters()
+            parts = {f"{slot.removesuffix('weight')}{part}": numbers for part, numbers in own.items()}
         for part, numbers in parts.items():
             if part in filled:
                 _require_equal(filled[part], (name, path), slots[part], numbers)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from speculative.model.formats import OwnFormat
+from speculative.model.formats import Format
 from speculative.model.fp8 import ScaledRows
 from speculative.model.layers import Matrix, nan_parameter
 
@@ -38,7 +38,7 @@ class Int8Linear(Matrix):
         return functional.linear(rows, (self.weight * self.weight_scale).to(rows.dtype), self.bias)
 
 
-class Int8(OwnFormat):
+class Int8(Format):
     linear = Int8Linear
 
     def rounded(self, weight: Tensor) -> ScaledRows:

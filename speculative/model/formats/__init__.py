@@ -1,7 +1,7 @@
 """What computes with a format of weights, one a file: `FORMAT` of `NAME.py`, beside its facts in `weight_formats`.
 
-Plain weights are read as torch has them, and may be packed for our CPU kernels then. An `OwnFormat` has layers of its
-own class, into which a checkpoint is read.
+Plain weights are read as torch has them, and may be packed for our CPU kernels then. A format with layers of its own
+class rounds a checkpoint while it is read into them.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,6 +32,8 @@ class Format:
 
     linear: type[Matrix] = Linear
     """What the matrices of a model's layers are; the LM head is a `Linear` in any format."""
+    rounded: Callable[[Tensor], ScaledRows] | None = None
+    """Rounds a plain matrix [O, I] for a `linear` of the format's own."""
     multiple, of_outputs = 1, False
     """Of what the inputs of all matrices have to be a multiple, and whether their outputs, too."""
 
@@ -83,19 +85,8 @@ class Format:
             others: the tensors beside it, those of the format's own file with them.
             dtype: of plain weights.
         """
-        del name, others
-        return tensor.to(dtype)
-
-
-class OwnFormat(Format):
-    """Weights that are rounded while they are read. A subclass says what its `linear` is, and how it rounds."""
-
-    rounded: Callable[[Tensor], ScaledRows]
-    """Rounds a plain matrix [O, I]."""
-
-    def read(self, name: str, tensor: Tensor, others: Mapping[str, Tensor], dtype: torch.dtype) -> Served:
-        """Return a matrix of the layers rounded, and the LM head plain."""
-        return super().read(name, tensor, others, dtype) if name in HEADS else self.rounded(tensor)
+        del others
+        return tensor.to(dtype) if self.rounded is None or name in HEADS else self.rounded(tensor)
 
 
 def format_of(name: str) -> Format:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from speculative.kernels.bindings import Kernels
-from speculative.model.formats import OwnFormat, Served
+from speculative.model.formats import Format, Served
 from speculative.model.fp8 import E4M3, Rows, ScaledRows, quantize_rows
 from speculative.model.layers import FusibleLayer, Matrix, nan_parameter
 
@@ -35,7 +35,7 @@ class Fp8Linear(Matrix, FusibleLayer):
         )
 
 
-class Fp8(OwnFormat):
+class Fp8(Format):
     """Keeps the numbers of a checkpoint that holds FP8, and rounds others."""
 
     linear = Fp8Linear
