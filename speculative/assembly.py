@@ -188,11 +188,7 @@ def use_device(device: torch.device) -> None:
 
 def resolve_device(name: str) -> torch.device:
     """The device a setting means; `auto` takes a GPU when this process sees one. Whoever shares GPUs out, as a server
-    does among its replicas, names the device.
-
-    Raises:
-        ConfigError: there is no such device here.
-    """
+    does among its replicas, names the device. Raises ConfigError: there is no such device here."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -212,11 +208,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def require_triton(device: torch.device) -> None:
-    """Refuse a GPU whose kernels cannot be compiled here.
-
-    Raises:
-        ConfigError: why, and what to do.
-    """
+    """Refuse a GPU whose kernels cannot be compiled here. Raises ConfigError: why, and what to do."""
     if device.type == "cuda" and (why := why_no_triton()):
         raise ConfigError(
             f"device {str(device)!r}: an engine computes on a GPU with Triton's kernels, of which there are none here: "

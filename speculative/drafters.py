@@ -30,11 +30,8 @@ _REGISTERED: dict[str, Registered] = {}
 
 
 def drafter(kind: str, options: type[Options]) -> Callable[[SomeLookup], SomeLookup]:
-    """Register a class, or a function that builds a drafter of its options and the most tokens to draft a round.
-
-    Raises:
-        ValueError: the kind, or one of the options, is another drafter's already.
-    """
+    """Register a class, or a function that builds a drafter of its options and the most tokens to draft a round. Raises
+    ValueError: the kind, or one of the options, is another drafter's already."""
     taken = {name for other in _REGISTERED.values() for name in options_of(other.options)} & options_of(options).keys()
     if kind in _REGISTERED or taken:
         raise ValueError(f"drafter.kind {kind} is registered twice, or its options {sorted(taken)} are another's.")
@@ -55,11 +52,8 @@ def registered() -> dict[str, Registered]:
 
 
 def read_options(**values: OptionValue) -> tuple[Options, ...]:
-    """The options of all drafters; those that are not named have their defaults.
-
-    Raises:
-        OptionError: a name is no drafter's, or a value is wrong.
-    """
+    """The options of all drafters; those that are not named have their defaults. Raises OptionError: a name is no
+    drafter's, or a value is wrong."""
     found = []
     try:
         for kind in registered().values():
