@@ -1,5 +1,6 @@
 """Facts about the machine that this runs on."""
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +29,8 @@ class Machine:
         devices = range(torch.cuda.device_count())
         gpus = tuple(torch.cuda.get_device_properties(device).total_memory for device in devices)
         installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        limits = [limit for path in _CGROUP_LIMITS if (limit := _limit(Path(path))) is not None]
-        return cls(os.cpu_count() or 1, min([installed, *limits]), gpus)
-
-
-def _limit(path: Path) -> int | None:
-    """A container's limit; None where there is none."""
-    try:
-        text = path.read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
+        limits = [installed]
+        for path in _CGROUP_LIMITS:
+            with contextlib.suppress(OSError, ValueError):  # a container has no limit
+                limits.append(int(Path(path).read_text(encoding="ascii")))
+        return cls(os.cpu_count() or 1, min(limits), gpus)

@@ -18,10 +18,10 @@ class Tap:
         checks: what whole exchanges go to.
     """
 
-    def __init__(self, app: ASGIApp, checks: Checks, held: TappedBytes | None = None) -> None:
+    def __init__(self, app: ASGIApp, checks: Checks) -> None:
         self._app = app
         self._checks = checks
-        self.held = held or TappedBytes()
+        self.held = TappedBytes()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request (ASGI)."""
