@@ -81,17 +81,6 @@ async def test_a_file_that_is_gone_only_means_that_the_prompt_is_computed(backen
     backend.check_health()
 
 
-async def test_the_distribution_of_greedy_requests_is_replayed_and_breaks_where_tokens_are_wrong(
-    backend: VllmBackend, other: VllmBackend
-) -> None:
-    said = tokens(await collect(backend.generate(Request("r", PROMPT, PLAIN))))
-    right = await other.replay(Request("right", (*PROMPT, *said), PLAIN, score_from=len(PROMPT)))
-    assert right.replayed is not None and max(row.gap for row in right.replayed) < 1e-3
-    said[4] = (said[4] + 1) % 512
-    wrong = await other.replay(Request("wrong", (*PROMPT, *said), PLAIN, score_from=len(PROMPT)))
-    assert wrong.replayed is not None and wrong.replayed[4].gap > 1e-3
-
-
 async def test_the_longest_sequence_ends_by_length_and_is_replayed_whole(
     backend: VllmBackend, other: VllmBackend
 ) -> None:

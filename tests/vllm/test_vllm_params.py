@@ -40,11 +40,6 @@ def test_every_parameter_reaches_vllm() -> None:
     assert named.logprobs == -1 and named.logprob_token_ids is None, "they are read from all"
 
 
-def test_every_end_token_stops_an_answer_unless_it_ignores_them() -> None:
-    assert reported(SamplingParams(stop_token_ids=(9, 11))).stop_token_ids == [9, 11, 2]
-    assert reported(SamplingParams(stop_token_ids=(11,), ignore_eos=True)).stop_token_ids == [11]
-
-
 def test_top_k_never_goes_alone_and_its_distribution_stays() -> None:
     import torch
 
