@@ -65,14 +65,13 @@ def build(config: AppConfig) -> Application:
 def _options(config: AppConfig, name: PoolName) -> dict[str, Any]:
     """Options of a pool's replicas: a share of one node, or where Ray places vLLM's ranks, a GPU for each of them on as
     few nodes as have them, the first beside the replica itself."""
-    pool, ranks, routing = config.pool(name), config.ranks, config.routing
-    options = _shared_options(config, 1)
+    pool, routing, options = config.pool(name), config.routing, _shared_options(config, 1)
     if pool.autoscaling is None:
         options["num_replicas"] = pool.replicas
     else:
         options["autoscaling_config"] = pool.autoscaling.serve_options(name)
     actor, environment = {"num_cpus": pool.num_cpus}, _thread_environment(pool.num_threads)
-    if ranks.by_ray:
+    if (ranks := config.ranks).by_ray:
         first = {"CPU": pool.num_cpus} if pool.num_cpus else {}
         labels = pool.label_selector
         options |= {

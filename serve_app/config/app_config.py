@@ -559,8 +559,9 @@ class AppConfig(Section):
             )
             return
         try:
+            is_ours_on_cpu = self.engine.kind == "torch" and self.pools_on("cpu")
             config = self.engine_config(self.pool_names[0])
-            if self.engine.kind == "torch" and self.pools_on("cpu"):
+            if is_ours_on_cpu:
                 config.on_cpu()  # whose cache has a size by then
             if self.engine.kind == "vllm":
                 check_settings(config, self.vllm.engine_args)
