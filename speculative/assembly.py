@@ -110,6 +110,7 @@ class Assembly:
 
     def change_weights(self, weights: Weights) -> None:
         """Build the steps anew. The old ones make room before the new ones are complete."""
+        # A drafter without weights goes on with the texts that it has seen.
         weightless = self.eager.drafter if weights.draft_model is None else NoDrafter()
         del self.graphs, self.eager, self.executor  # frees the old graphs and the old drafter's cache
         self._make_steps(weights.decoder, weights.draft_model, weightless)

@@ -93,7 +93,7 @@ class EngineCore:
         sequence = Sequence(
             request,
             tokens=state.token_ids,
-            imported_kv={"kv": state.kv},
+            imported_kv={"kv": state.kv},  # so that it owes no prompt logprobs; the drafter's part is checked below
             constraint=self.parts.constraint_of(request),
             num_cached=state.num_cached,
         )
@@ -115,14 +115,14 @@ class EngineCore:
             state = ComputedTokenState(
                 tuple(sequence.tokens), sequence.num_prompt, sequence.reply.num_cached, torch.empty(0), extra
             )
-            blob, kv = allocate_blob(state, self.manifest)
+            blob, kv = allocate_blob(state, self.manifest)  # `kv` lies in the blob: that saves a copy
             self.cache.read_all(self._slots(sequence, 0, sequence.num_computed), kv)
             # A position that is no number spoils every later one in the layers above: the last position shows all
             # layers but the last one, whose keys and values nothing here has read.
             sound = bool(kv[:, :, -1:].isfinite().all() and kv[-1].isfinite().all())
             if not sound:
-                self.scheduler.pool.withdraw(sequence.blocks)
-            self._release(sequence)
+                self.scheduler.pool.withdraw(sequence.blocks)  # before `_release` empties the list
+            self._release(sequence)  # before the error, behind which nobody would free its blocks
             if not sound:
                 raise EngineFault("The computed keys and values are not finite; nothing was handed off.")
             return seal(blob)
@@ -150,7 +150,7 @@ class EngineCore:
         """
         if self.scheduler.find(request.request_id) is not None:
             raise InvalidRequest("request_id", f"A request {request.request_id!r} is already running.")
-        if len(tokens) + (request.score_from is None) > self.max_model_len:
+        if len(tokens) + (request.score_from is None) > self.max_model_len:  # one more must fit if any is drawn
             raise SequenceTooLong(
                 "prompt",
                 f"The prompt has {len(tokens)} tokens; this model takes at most {self.max_model_len} of prompt and "
@@ -239,7 +239,7 @@ class EngineCore:
         batch = self.scheduler.schedule()
         if batch is None:
             return []
-        self._restore(batch.admitted)
+        self._restore(batch.admitted)  # even if nothing is computed: their blocks are in the prefix cache already
         if not batch.entries:
             return []
         outcome = self.parts.executor.run(batch)
@@ -250,7 +250,7 @@ class EngineCore:
     # -- helpers ------------------------------------------------------------------------------------------------
 
     def _admit(self, sequence: Sequence) -> None:
-        if not sequence.scores_only:
+        if not sequence.scores_only:  # a replay has its answer's seed, which would then look like a repeated one
             self.self_check.admit(sequence, self.stats)
         self.scheduler.add(sequence)
 
@@ -263,7 +263,7 @@ class EngineCore:
                     self.cache.write_all(
                         self._slots(sequence, start, stop), sequence.imported_kv["kv"][:, :, start:stop]
                     )
-                    if len(sequence.imported_kv) > 1:
+                    if len(sequence.imported_kv) > 1:  # the drafter has sections of its own
                         self.drafter.import_state(sequence, sequence.imported_kv)
                     sequence.imported_kv = None
 
@@ -281,6 +281,7 @@ class EngineCore:
         rounds = Counter([(result.num_drafted, result.num_accepted) for result in sampled])
         for (num_drafted, num_accepted), times in rounds.items():
             self.stats.count_round(num_drafted, num_accepted, times)
+        # The metrics are made of counts by position: these must add up to what the results say.
         if (drafted, accepted) != (self.stats.num_drafted, self.stats.num_accepted):
             self.stats.count_violation("metrics")
         reporting = [result.num_drafted for result in sampled if result.logprobs is not None]

@@ -9,11 +9,11 @@ from typing import Literal, NamedTuple
 from speculative.errors import InvalidRequest
 from speculative.options import first_fault, option, options_of
 
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 20  # as many as OpenAI's API takes
 MAX_SCORED_IDS = 1024
 MAX_SEED = 2**64 - 1
 MAX_PRIORITY = 100
-SURPRISAL_CLIP_NATS = 10.0
+SURPRISAL_CLIP_NATS = 10.0  # a bet on a mean needs bounded values, and surprisal has no bound
 DEFAULT_VERSION = "default"
 """Version of the weights that an engine starts with."""
 
@@ -336,7 +336,8 @@ class ReplayedToken:
 
 
 class TokenDelta(NamedTuple):
-    """The tokens that one step added to one request: the accepted run and the token after it.
+    """The tokens that one step added to one request: the accepted run and the token after it. A tuple, since each step
+    makes one a request, and a frozen dataclass takes far longer to make.
 
     `token_ids`, `kinds` and (when asked for) `logprobs` have one entry per emitted token. The last delta
     carries the finish reason; a delta may be empty when it only reports the end.

@@ -49,9 +49,10 @@ from speculative.request import Request
 class Controller:
     """One actor for the whole app: it has finished requests replayed, keeps the verdicts, and everybody's counts."""
 
+    # Serve awaits it in the actor's loop, which the task at its end needs.
     async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]
         context = serve.get_replica_context()
-        pool = config.pool_names[0]
+        pool = config.pool_names[0]  # prefill where there is one: it drafts nothing, and replays while it is idle
         replayer = "PrefillServer" if pool == "prefill" else "MonolithServer"
         tracing = observe(config, "referee", context.replica_tag)
 
@@ -82,7 +83,7 @@ class Controller:
 
         def heard(report: Report, in_time: bool) -> None:
             numerics.observe(report.status.replica, report.status.pool, report.computing)
-            if in_time:
+            if in_time:  # else what it handed in may be lost as well, and is no fault of its own
                 coverage.finished(report.status.replica, report.finished)
 
         def handed_in(answer: Answer) -> Answer:
@@ -127,7 +128,7 @@ class Controller:
             Transfers(ray.put, weights.update),
             ResponseStore(config.responses.max_mib * 2**20, config.responses.max_age_s),
         )
-        self._parts = {type(part).__name__: part for part in parts}
+        self._parts = {type(part).__name__: part for part in parts}  # as the name of a `Call` begins
         pools = watch_pools(context.app_name, config, sums, registry.requests_on)
         self._work = asyncio.get_running_loop().create_task(self._run(pools))
 

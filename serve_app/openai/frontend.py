@@ -148,7 +148,7 @@ class FrontEnd:
             for choice in choices:
                 span.see(choice)
             if job.asked.wire.verify and job.tapped is not None:
-                job.tapped.draft(to_json(await job.asked.format.whole(head, choices, run.usage(), None)).encode())
+                job.tapped.preview(to_json(await job.asked.format.whole(head, choices, run.usage(), None)).encode())
             reported = await self._reported(job, run)
         return await job.asked.format.whole(head, choices, run.usage(), reported)
 
@@ -161,7 +161,7 @@ class FrontEnd:
         """
         run = ChoiceRun(job, self._tokenizer)
         stream = job.asked.format.stream(continuous_usage=job.asked.wire.continuous_usage)
-        drafted = job.tapped if job.asked.wire.verify else None
+        tapped = job.tapped if job.asked.wire.verify else None
         begun, num_waiting = False, len(job.groups)
         try:
             with GenerationSpan(job, run) as span:
@@ -176,12 +176,12 @@ class FrontEnd:
                             else:
                                 span.see(piece)
                                 event = stream.piece(self._current(job.head), piece, run.usage)
-                                if drafted is not None:
-                                    drafted.draft(event)
+                                if tapped is not None:
+                                    tapped.preview(event)
                                 yield event
                             begun = True
-                if drafted is not None:
-                    drafted.draft(await stream.end(self._current(job.head), None, run.usage))
+                if tapped is not None:
+                    tapped.preview(await stream.end(self._current(job.head), None, run.usage))
                 reported = await self._reported(job, run)
         except Exception as error:
             if not begun:
@@ -200,8 +200,8 @@ class FrontEnd:
         they were asked for."""
         reported: dict[str, Any] = {}
         if self.checks is not None and job.asked.wire.verify:
-            drafted = None if job.tapped is None else job.tapped.drafted(streamed=bool(job.asked.wire.stream))
-            checked = await self.checks.verdicts([request.request_id for request in job.requests], drafted)
+            preview = None if job.tapped is None else job.tapped.previewed(streamed=bool(job.asked.wire.stream))
+            checked = await self.checks.verdicts([request.request_id for request in job.requests], preview)
             verdicts = [one.verdict for one in checked]
             reported["verdict"] = worst(verdicts).value
             reported |= {"verdicts": [one.value for one in verdicts], "checked": checks_of_all(checked)}

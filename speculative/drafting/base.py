@@ -21,24 +21,24 @@ class DraftOutput:
     counts: [B] int64; an entry with nothing drafted takes no row.
     token_ids: [sum(counts)] int64.
     draft_probs: q, what the drafts were sampled from, row by row.
-    repeated: entries whose drafts are deterministic although others' are sampled; they have no rows of q.
+    deterministic: entries whose drafts are so although others' are sampled, as where passages are repeated; without q.
     trees: the shape of each entry's drafts, which stand in the order of its nodes; None = each behind the other.
     """
 
     counts: Int64s
     token_ids: Int64s
     draft_probs: DraftProbs
-    repeated: frozenset[int] = frozenset()
+    deterministic: frozenset[int] = frozenset()
     trees: tuple[DraftTree, ...] | None = None
 
     @classmethod
     def pack(
-        cls, drafts: Entries[Entries[int]], draft_probs: DraftProbs, repeated: frozenset[int] = frozenset()
+        cls, drafts: Entries[Entries[int]], draft_probs: DraftProbs, deterministic: frozenset[int] = frozenset()
     ) -> "DraftOutput":
         """Pack one list of token ids per entry of the batch; `PointMass()` as q of deterministic drafts."""
         counts = np.fromiter((len(draft) for draft in drafts), np.int64, len(drafts))
         flat = np.fromiter((token for draft in drafts for token in draft), np.int64, int(counts.sum()))
-        return cls(counts, flat, draft_probs, repeated)
+        return cls(counts, flat, draft_probs, deterministic)
 
     @classmethod
     def nothing(cls, num_entries: int) -> "DraftOutput":
@@ -49,7 +49,7 @@ class DraftOutput:
     def lacks_q(self) -> bool:
         """Return whether there is not one row of q for each sampled draft: what they were sampled from is lost."""
         rows = num_rows(self.draft_probs)
-        return rows is not None and rows != self.counts.sum() - self.counts[list(self.repeated)].sum()
+        return rows is not None and rows != self.counts.sum() - self.counts[list(self.deterministic)].sum()
 
     def per_entry(self) -> list[list[int]]:
         """The drafts of each entry."""
@@ -126,9 +126,9 @@ def constrain(batch: Batch, draft: DraftOutput) -> tuple[DraftOutput, dict[int, 
     masks = allowed_masks(batch, drafts)
     all_deterministic = isinstance(draft.draft_probs, PointMass)
     for index, mask in masks.items():
-        if all_deterministic or index in draft.repeated:
+        if all_deterministic or index in draft.deterministic:
             drafts[index] = drafts[index][: len(mask) - 1]
-    return DraftOutput.pack(drafts, draft.draft_probs, draft.repeated), masks
+    return DraftOutput.pack(drafts, draft.draft_probs, draft.deterministic), masks
 
 
 def allowed_masks(batch: Batch, drafts: Entries[list[int]]) -> dict[int, list[Bools]]:

@@ -54,7 +54,7 @@ class VerifyInput:
 
     def __post_init__(self) -> None:
         rows, num_drafts = num_rows(self.draft_probs), self.drafts.shape[0] - self.first_rows.shape[0]
-        if rows is not None and rows < num_drafts:
+        if rows is not None and rows < num_drafts:  # after `select` q has more: `packed` still numbers all of its rows
             raise EngineFault(
                 f"q is missing: {num_drafts} drafts are to be verified, and {max(rows, 0)} of them came with what they "
                 "were sampled from. A deterministic drafter must say so (PointMass)."

@@ -57,7 +57,7 @@ class Scheduler:
         self._plan = DraftPlan()
         self._most_drafts = config.drafter.max_drafts
         self._widths = config.drafter.widths
-        self.drafter_reads_features = False
+        self.drafter_reads_features = False  # set by `Assembly`, which makes drafters after this
         self.speculation = Speculation.ON
         self.weight_version = DEFAULT_VERSION
         self._canaries_turn = False
@@ -123,14 +123,14 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """Choose this step's work and allocate its blocks. None when there is nothing to compute."""
-        self._make_room()
+        self._make_room()  # first, so that nobody new takes the block that a running sequence needs
         admitted = self._admit()
         running = self._turn()
         decoding, prefilling = list[Sequence](), list[Sequence]()
         for sequence in running:
             (decoding if sequence.decoding else prefilling).append(sequence)
         self._plan = self.draft_length.choose(decoding)
-        budget = self._config.max_batched_tokens - len(decoding)
+        budget = self._config.max_batched_tokens - len(decoding)  # `EngineConfig.check` keeps it from falling below 0
         entries = []
         for sequence in decoding:
             max_drafts, num_rows = self._fit_drafts(sequence, budget) if self._most_drafts else (0, 0)
@@ -141,8 +141,8 @@ class Scheduler:
             if budget > 0:
                 chunk = min(sequence.num_to_compute, budget)
                 budget -= chunk
-                draws = sequence.num_computed + chunk == len(sequence.tokens)
-                entries.append(Entry(sequence, num_known=chunk, max_drafts=0, samples=draws))
+                samples = sequence.num_computed + chunk == len(sequence.tokens)
+                entries.append(Entry(sequence, num_known=chunk, max_drafts=0, samples=samples))
         return Batch(tuple(entries), admitted, self._plan.widths) if entries or admitted else None
 
     def _turn(self) -> list[Sequence]:
@@ -158,7 +158,7 @@ class Scheduler:
         admitted: list[Sequence] = []
         while (sequence := self._waiting.first) is not None and len(self._running) < self._config.max_num_seqs:
             if not self._take_first_blocks(sequence):
-                break
+                break  # smaller ones behind it would take every block that becomes free, and it would never run
             self._waiting.remove(sequence)
             sequence.phase = Phase.RUNNING
             self._running.append(sequence)
@@ -173,7 +173,7 @@ class Scheduler:
         needed = -(-len(sequence.tokens) // self._config.block_size) - len(cached)
         if needed + self.pool.num_free_of(cached) > self.pool.num_free:
             return False
-        self.pool.hold(cached)
+        self.pool.hold(cached)  # before `take`, which may hand out a cached block that nobody holds
         sequence.blocks = cached + (self.pool.take(needed, sequence.request.cache_scope) or [])
         sequence.num_published = len(cached)
         sequence.num_shared = sequence.num_computed = len(cached) * self._config.block_size
@@ -203,7 +203,8 @@ class Scheduler:
             self.pool.withdraw(found)
             return []
         if self.drafter_reads_features and sequence.params.speculate and sequence.imported_kv is None:
-            # A hidden-state drafter cannot rebuild missing rows: the features they need are not computed.
+            # A hidden-state drafter cannot rebuild missing rows: the features they need are not computed. A handoff
+            # brings all of its rows.
             return list(itertools.takewhile(self.pool.is_marked, found))
         return found
 
@@ -211,7 +212,7 @@ class Scheduler:
         """Allocate a block for every decoding sequence's pending token, preempting the last admitted ones if needed."""
         for sequence in tuple(self._running):
             while sequence.phase is Phase.RUNNING and sequence.decoding and not self._grow(sequence, 1):
-                self._preempt(self._running[-1])
+                self._preempt(self._running[-1])  # which may be this one: then its phase ends the loop
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocate blocks for `num_tokens` more positions; False, with nothing allocated, if there are too few."""
@@ -241,7 +242,7 @@ class Scheduler:
 
         Held ones stay: they only wait for their export.
         """
-        for sequence in reversed(tuple(self._running)):
+        for sequence in reversed(tuple(self._running)):  # each goes to the front, and the oldest is to be first there
             self._preempt(sequence)
         self.pool.drop_prefixes()
 
@@ -280,6 +281,7 @@ class Scheduler:
 
     def commit(self, batch: Batch, outcome: StepOutcome) -> list[TokenDelta]:
         """Apply the step's results to its sequences, and let the draft length learn from them."""
+        # First: it reads lengths as they were when the step was planned, and knows no request that has ended.
         self.draft_length.observe(batch.entries, outcome.results, outcome.step_s)
         deltas = []
         for entry, result in zip(batch.entries, outcome.results, strict=True):
@@ -408,7 +410,8 @@ class Scheduler:
             self._hold(sequence)
 
     def publish(self, sequence: Sequence) -> None:
-        """Offer the sequence's full blocks of verified tokens to the prefix cache; a canary's are never shared."""
+        """Offer the sequence's full blocks of verified tokens to the prefix cache. A canary's are never shared:
+        speculation is on trial there, and may damage them."""
         num_full = sequence.num_computed // self._config.block_size
         if num_full <= sequence.num_published:
             return

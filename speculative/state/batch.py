@@ -20,7 +20,7 @@ Int64s = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Entry(NamedTuple):
-    """One sequence's share of a step.
+    """One sequence's share of a step. A tuple, as `SequenceResult` is: a step makes one for each sequence.
 
     num_known: known tokens computed in this step: the pending one, or a chunk of a prefill.
     max_drafts: how many drafts fit; 0 while prefilling.

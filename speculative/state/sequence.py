@@ -86,7 +86,7 @@ class Sequence:
     ) -> None:
         self.request = request
         self.params = request.params
-        self.changed_params = request.params.changed
+        self.changed_params = request.params.changed  # once: GPU steps ask for these in every step
         self.prefill_only_after = prefill_only_after
         self.imported_kv = imported_kv  # None once it is written into the cache
         self.tokens = list(request.prompt_token_ids if tokens is None else tokens)
@@ -104,7 +104,7 @@ class Sequence:
         computes_prompt = self.num_output == 0 and (imported_kv is None or self.num_prompt == 1)
         returns_prompt = self.params.prompt_logprobs is not None and computes_prompt
         self.reply = ReplyState(returns_prompt, num_cached)
-        self._hashes: list[bytes] = []
+        self._hashes: list[bytes] = []  # tokens are only ever added, so no preemption or update changes a name
         self._slots: tuple[list[int], Int64s] = ([], np.empty(0, np.int64))  # of all positions in these blocks
 
     def __repr__(self) -> str:
@@ -141,7 +141,7 @@ class Sequence:
 
         A prompt is computed whole, and the first token drawn at its end without drafts. A recomputation after a
         preemption or a move leaves the last token pending, so that the next round is the one it would have been: the
-        same drafts, the same random numbers.
+        same drafts, the same random numbers. Nothing follows a scored sequence's last token, so it stays pending, too.
         """
         leave_pending = self.scores_only or self.num_output > 0 or self.prefill_only_after == 0
         return len(self.tokens) - self.num_computed - leave_pending

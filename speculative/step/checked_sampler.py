@@ -47,23 +47,23 @@ class CheckedSampler:
         logits: Tensor,
         draft_probs: DraftProbs,
         masks: list[list[Bools] | None],
-        repeated: Bools | None = None,
+        deterministic: Bools | None = None,
     ) -> StepOutcome:
         """Return what each sampled entry emits, and the step's self-checks.
 
         Args:
             step_input, logits, draft_probs, masks: as in `Sampler.sample`.
-            repeated: [E] the entries whose drafts are deterministic although others' are sampled; None = none.
+            deterministic: [E] the entries whose drafts are so although others' are sampled; None = none.
         """
-        checked = self.self_check.due()
-        if repeated is None or not repeated.any():
+        checked = self.self_check.due()  # asked once a step, whatever its parts: it counts steps by being asked
+        if deterministic is None or not deterministic.any():
             return self._sample(step_input, logits, draft_probs, masks, checked=checked)
         parts = []
-        for chosen, q in ((repeated, PointMass()), (~repeated, draft_probs)):
+        for chosen, q in ((deterministic, PointMass()), (~deterministic, draft_probs)):
             rows = torch.from_numpy(np.flatnonzero(chosen[step_input.verify_entries])).to(logits.device)
             own_masks = list(compress(masks, chosen))
             parts.append(self._sample(step_input.select(chosen), logits[rows], q, own_masks, checked=checked))
-        return merge_outcomes(parts, np.argsort(~repeated, kind="stable").tolist())
+        return merge_outcomes(parts, np.argsort(~deterministic, kind="stable").tolist())
 
     def _sample(
         self,

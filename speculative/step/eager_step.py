@@ -57,8 +57,8 @@ class EagerStep:
         """The drafts of every entry, without those that came without q."""
         draft, without_q = self.drafter.propose(batch), frozenset[int]()
         if draft.lacks_q:
-            without_q = frozenset(np.flatnonzero(draft.counts).tolist()) - draft.repeated
-            draft = DraftOutput.nothing(len(batch.entries))
+            without_q = frozenset(np.flatnonzero(draft.counts).tolist()) - draft.deterministic
+            draft = DraftOutput.nothing(len(batch.entries))  # nothing says which rows of q are the missing ones
         return Proposal(*constrain(batch, draft), without_q)
 
     def verify(self, batch: Batch, drafts: Proposal) -> StepOutcome:
@@ -70,12 +70,13 @@ class EagerStep:
         else:
             found = self._search.run(batch, draft, self.drafter.capture)
             draft, masks, step_input, (hidden, features, logits), ranks = found
+        # Before the scorer, whose `logits_again` reads these features, and before `commit` moves the first position.
         self.drafter.observe(batch, step_input, features)
         outcome = StepOutcome(())
         if step_input.sampled_entries:
             own_masks = [masks.get(index) for index, entry in enumerate(batch.entries) if entry.samples]
-            repeated = [index in draft.repeated for index, entry in enumerate(batch.entries) if entry.samples]
-            outcome = self.sampler.sample(step_input, logits, draft.draft_probs, own_masks, np.array(repeated))
+            deterministic = [index in draft.deterministic for index, entry in enumerate(batch.entries) if entry.samples]
+            outcome = self.sampler.sample(step_input, logits, draft.draft_probs, own_masks, np.array(deterministic))
         sampled = iter(outcome.results)
         results = [next(sampled) if entry.samples else SequenceResult() for entry in batch.entries]
         for index, own in enumerate(ranks):

@@ -61,7 +61,7 @@ class Sampler:
         self.eos_token_ids = eos_token_ids
         self._mode = config.logprobs_mode
         self._device = device
-        self.verify: Verifier = ops.verify_token_wise  # of the entries that are not coupled
+        self.verify_uncoupled: Verifier = ops.verify_token_wise
         self._all_coupled = config.verifier == "coupled"
         self._rows = LastRows()
 
@@ -130,11 +130,11 @@ class Sampler:
         if coupled.all():
             return verify_coupled(given)
         if not coupled.any():
-            return self.verify(given)
+            return self.verify_uncoupled(given)
         num_accepted, token_ids = torch.zeros_like(given.counts), torch.zeros_like(given.counts)
         expected = given.probs.new_zeros(given.counts.shape)
         chosen = torch.from_numpy(coupled).to(self._device)
-        for which, verify in ((chosen, verify_coupled), (~chosen, self.verify)):
+        for which, verify in ((chosen, verify_coupled), (~chosen, self.verify_uncoupled)):
             part, entries = verify(given.select(which)), which.nonzero()[:, 0]
             num_accepted[entries] = part.num_accepted
             token_ids[entries] = part.token_ids

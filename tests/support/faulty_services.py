@@ -26,7 +26,7 @@ Fault = Callable[[EngineCore, Path], None]
 
 def accept_every_draft(engine: EngineCore, flag: Path) -> None:
     """What is drafted is emitted, whatever the target says."""
-    right = engine.parts.sampler.verify
+    right = engine.parts.sampler.verify_uncoupled
 
     def verify(step: VerifyInput) -> VerifyOutput:
         if not flag.exists():
@@ -36,7 +36,7 @@ def accept_every_draft(engine: EngineCore, flag: Path) -> None:
             replace(step, probs=torch.where(step.judged[:, None], surely, step.probs), draft_probs=PointMass())
         )
 
-    engine.parts.sampler.verify = verify
+    engine.parts.sampler.verify_uncoupled = verify
 
 
 def misplace_rounds_with_drafts(engine: EngineCore, flag: Path) -> None:

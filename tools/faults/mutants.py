@@ -141,8 +141,8 @@ def _change_distribution(engine: EngineCore, change: Callable[[Tensor], Tensor])
 
 def _change_step(engine: EngineCore, change: Callable[[VerifyInput], VerifyInput]) -> None:
     """Have the verifier see something else than the rest of the step."""
-    original = engine.parts.sampler.verify
-    engine.parts.sampler.verify = lambda step: original(change(step))
+    original = engine.parts.sampler.verify_uncoupled
+    engine.parts.sampler.verify_uncoupled = lambda step: original(change(step))
 
 
 def _zero_imported(engine: EngineCore, name: str, places: Any) -> None:
@@ -456,7 +456,7 @@ def _argmax_match(engine: EngineCore) -> None:
         rows = step.first_rows + accepted
         return VerifyOutput(accepted, draw(step.probs[rows], step.sample_uniforms[rows]), accepted.float())
 
-    engine.parts.sampler.verify = verify
+    engine.parts.sampler.verify_uncoupled = verify
 
 
 @mutant("F8 the residual is drawn from p")
@@ -466,7 +466,7 @@ def _residual_from_p(engine: EngineCore) -> None:
         rows = step.first_rows + output.num_accepted
         return replace(output, token_ids=draw(step.probs[rows], step.sample_uniforms[rows]))
 
-    engine.parts.sampler.verify = verify
+    engine.parts.sampler.verify_uncoupled = verify
 
 
 @mutant("F12 the first draft is committed unverified")
@@ -476,7 +476,7 @@ def _first_draft_unverified(engine: EngineCore) -> None:
         first = (step.judged & (step.offsets == 0))[:, None]
         return verify_token_wise(replace(step, probs=torch.where(first, surely, step.probs), draft_probs=PointMass()))
 
-    engine.parts.sampler.verify = verify
+    engine.parts.sampler.verify_uncoupled = verify
 
 
 @mutant("F12 the token after an accepted run is dropped")

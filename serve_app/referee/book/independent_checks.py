@@ -89,7 +89,7 @@ class IndependentChecks:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._replayer = replayer
-        self._judge = Judge(tolerances)
+        self._judge = Judge(tolerances)  # its own: the other has seen these seeds, and takes none for new again
         self._tolerances = tolerances
         self._evidence: dict[Tolerance, tuple[ReplicaWatch, RareTest]] = {}
         self._book = book

@@ -133,7 +133,7 @@ class ReplicaBook:
         greedy = answer.request.params.greedy
         for name, own in makers.items():
             replica = self._known(name)
-            replica.cases.append(case)
+            replica.cases.append(case)  # for dumps, whether it is evidence or not
             if replica.trusts(answer.began_at):
                 watch = replica.watch(tolerance)
                 seen = watch.see(own, greedy=greedy, drift_tolerance=drift_tolerance, at=answer.began_at)

@@ -137,12 +137,13 @@ class Judge:
         distribution = self._distribution(answer.request, output, likeliest)
         if distribution is Distribution.CHOSEN_SEED:
             seen = [dataclasses.replace(token, drawn=False) for token in seen]
-        own = once(seen, KnownContexts(), tolerance)
-        alarm = distribution_alarm(*rows_of(own), likeliest, tolerance)
+        # A context that comes again within the answer counts once; those of other answers are no part of its verdict.
+        each_once = once(seen, KnownContexts(), tolerance)
+        alarm = distribution_alarm(*rows_of(each_once), likeliest, tolerance)
         num_rows = sum(token.row is not None for token in output)
         num_drawn = num_rows if distribution is Distribution.TESTED else 0
         compared = (
-            CheckResult("logprobs", len(answer.logprobs), why_drifted(own, drift_tolerance, tolerance)),
+            CheckResult("logprobs", len(answer.logprobs), why_drifted(each_once, drift_tolerance, tolerance)),
             CheckResult("likeliest" if likeliest else "support", num_rows, misplaced),
             CheckResult("distribution", num_drawn, f"distribution: {alarm}" if alarm else ""),
             drawn,
@@ -162,7 +163,7 @@ class Judge:
             alternatives=others.found,
         )
 
-        if answer.num_drafted == 0:
+        if answer.num_drafted == 0:  # learnt last: no answer widens the tolerance that it is judged by
             noise.learn(answer.replica, of_output, moves[num_prompt:], replayed.logprobs[num_prompt:])
         evidence = _evidence(seen, known, distribution, drawn=params.greedy or not likeliest)
         return Judgement(checked, tuple(seen), evidence, drift_tolerance, results)

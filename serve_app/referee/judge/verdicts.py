@@ -162,7 +162,7 @@ class VerdictBook:
     def record(self, answer: Answer, checked: Checked, now: float) -> Checked:
         """A request was checked. Returns what to report: the check cannot clear what a trip made suspect."""
         known = self._entry(answer.request.request_id)
-        ended_at = now if known is None else known.ended_at
+        ended_at = now if known is None else known.ended_at  # the check may be faster than its replica's report
         return self._put(answer.request.request_id, _Entry(answer.replicas, answer.began_at, ended_at, checked)).checked
 
     def trip(self, replica: str, trip: Trip) -> int:

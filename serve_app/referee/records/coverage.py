@@ -55,9 +55,10 @@ class Coverage:
                 self._due.append((now, replica, one))
         while self._due and self._due[0][0] <= now - self._longest_s - _HANDED_IN_AFTER_S:
             _, maker, one = self._due.popleft()
+            # By length, too: a limit that loses long answers alone loses too few to show among all.
             for stratum in ("all", maker, f"{one.num_tokens.bit_length()} bits of tokens"):
                 test = self._tests[stratum]
                 test.add([one.request_id not in self._came])
                 if test.alarm:
-                    del self._tests[stratum]
+                    del self._tests[stratum]  # else it would raise the alarm again with every answer
                     self._missed(maker)

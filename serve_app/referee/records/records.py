@@ -56,6 +56,7 @@ class Record:
         count, maker = len(delta.token_ids), delta.prefilled_by or self.replica
         self.prefilled_by = delta.prefilled_by or self.prefilled_by
         latest = next(reversed(self.weight_versions), None)
+        # Weights that only ended the answer made nothing of it.
         if delta.weight_version != latest and (latest is None or delta.token_ids or delta.prompt_logprobs):
             if latest is not None:
                 # What vLLM made before a switch may be read with what it made after it.

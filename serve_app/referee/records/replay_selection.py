@@ -118,19 +118,20 @@ class Checks:
             return
         if not reply.records:
             asyncio.get_running_loop().call_later(self._longest_s, self.lost, reply_id, "ended_early")
+            # If it was sent by then, `lost` finds it gone and does nothing.
         reply.records.append(record)
 
-    async def verdicts(self, request_ids: Sequence[str], drafted: Exchange | None) -> list[Checked]:
+    async def verdicts(self, request_ids: Sequence[str], preview: Exchange | None) -> list[Checked]:
         """Return the verdicts on the choices of a reply that is about to go out, as far as they come in time.
 
         Args:
             request_ids: of its choices.
-            drafted: the reply as it would go out without them; None = nobody kept it.
+            preview: the reply as it would go out without them; None = nobody kept it.
         """
         reply = self._replies.get(split_id(request_ids[0])[0])
         checks: dict[str, asyncio.Future[Checked]] = {}
         if reply is not None:
-            reply.judged, _ = await self._answers(drafted, reply.records)
+            reply.judged, _ = await self._answers(preview, reply.records)
             checks = {one.request.request_id: self._judge(one) for one in reply.judged}
         if checks:
             await asyncio.wait(checks.values(), timeout=self._timeout_s)
@@ -159,7 +160,7 @@ class Checks:
     async def _judge_sent(self, reply: _Expected | None, exchange: Exchange) -> None:
         if reply is None:
             return
-        async with self._one_at_a_time:  # nobody waits for it
+        async with self._one_at_a_time:  # nobody waits for it, and serving needs the cores
             answers, how = await self._answers(exchange, reply.records)
         if reply.judged is None:
             self._submit_all(answers, how)
@@ -174,6 +175,7 @@ class Checks:
         if exchange is None:
             return _traces(by_choice), "too_large"
         try:
+            # "unread" holds for those answers alone that come back without `wire`: their request could not be read.
             return await asyncio.to_thread(self._read, exchange, by_choice), "unread"
         except Exception as error:
             if self._says_unread:

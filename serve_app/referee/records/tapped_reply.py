@@ -53,7 +53,7 @@ class TappedReply:
         self._num_bytes = 0
         self._request: list[bytes] = []
         self._reply: list[bytes] = []
-        self._draft: list[bytes] = []
+        self._preview: list[bytes] = []
         self._status = 0
         self._streamed = False
         self._whole = False
@@ -84,13 +84,13 @@ class TappedReply:
         self._keep(self._reply, part)
         self._whole = self._whole or last
 
-    def draft(self, part: bytes) -> None:
+    def preview(self, part: bytes) -> None:
         """Keep what is about to go out, for a verdict that goes out behind it."""
-        self._keep(self._draft, part)
+        self._keep(self._preview, part)
 
-    def drafted(self, *, streamed: bool) -> Exchange | None:
-        """Return the exchange as it was drafted; None = there was no room for it."""
-        return None if self._lost else self._exchange(self._draft, streamed=streamed)
+    def previewed(self, *, streamed: bool) -> Exchange | None:
+        """Return the exchange as it is about to go out; None = there was no room for it."""
+        return None if self._lost else self._exchange(self._preview, streamed=streamed)
 
     def close(self) -> None:
         """Hand the exchange over: nothing more comes of it."""
@@ -123,7 +123,7 @@ class TappedReply:
 
     def _drop(self, why: str) -> None:
         self._lost = self._lost or why
-        for parts in (self._request, self._reply, self._draft):
+        for parts in (self._request, self._reply, self._preview):
             parts.clear()
         self._held.release(self._num_bytes)
         self._num_bytes = 0

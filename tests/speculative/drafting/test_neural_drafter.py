@@ -376,7 +376,7 @@ def test_a_last_token_that_equals_its_rejected_draft_is_computed_again(target: P
 
     plain = texts(tiny_engine(target, drafter=NO_DRAFTS), requests(GREEDY))
     engine = same_model_engine(target)
-    engine.parts.sampler.verify, engine.self_check = reject, SelfCheck(0.0)
+    engine.parts.sampler.verify_uncoupled, engine.self_check = reject, SelfCheck(0.0)
     engine.parts.checked_sampler.self_check = engine.self_check  # else the engine's own checks end the requests
     assert texts(engine, requests(GREEDY)) == plain
     stats = engine.take_stats()

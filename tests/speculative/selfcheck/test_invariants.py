@@ -127,8 +127,8 @@ def test_a_broken_invariant_fails_its_request(
 def test_a_verification_is_never_begun_without_q() -> None:
     engine = table_engine(64)
     verified = []
-    verify = engine.parts.sampler.verify
-    engine.parts.sampler.verify = lambda step: verified.append(step) or verify(step)  # type: ignore[func-returns-value]
+    verify = engine.parts.sampler.verify_uncoupled
+    engine.parts.sampler.verify_uncoupled = lambda step: verified.append(step) or verify(step)  # type: ignore[func-returns-value]
     serve(engine)
     step = next(step for step in verified if (step.drafts >= 0).any())
     for distribution in (None, Dense(torch.empty(0, 64))):
