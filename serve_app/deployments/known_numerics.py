@@ -90,7 +90,7 @@ class KnownNumerics:
         """What is reported where it widens no tolerance; else what is known."""
         if claimed == UNKNOWN_NUMERICS:
             return known
-        _, lacks_kernels = self._replicas.get(replica, (None, True))
+        _, lacks_kernels = self._replicas.get(replica, (None, True))  # before its first report it may lack them
         no_coarser = claimed.precision in PRECISIONS[: PRECISIONS.index(known.precision) + 1]
         as_known = claimed.engine == known.engine and claimed.weights.startswith(("plain", known.weights))
         if no_coarser and as_known and (claimed.repeats or not known.repeats or lacks_kernels):

@@ -37,7 +37,7 @@ class Tap:
             return message
 
         async def send_tapped(message: Message) -> None:
-            await send(message)
+            await send(message)  # first: what cannot be sent was not served, and is not judged
             if message["type"] == "http.response.start":
                 reply.begin_reply(message["status"], message.get("headers", ()))
             elif message["type"] == "http.response.body":

@@ -32,7 +32,7 @@ RESOLUTION = 2.0**-52
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
-_NUM_ROUNDS = 10
+_PHILOX_ROUNDS = 10
 _ROWS_KEPT = 64  # of noise; 400 KB each for a vocabulary of 50,000
 
 
@@ -123,7 +123,7 @@ def _bits(first: Words, second: Words) -> Words:
 def _philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]) -> tuple[Words, Words, Words, Words]:
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(_NUM_ROUNDS):
+    for _ in range(_PHILOX_ROUNDS):
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # 64 bits; signed tensors wrap around
         c0, c1, c2, c3 = (
             ((product1 >> 32) & _MASK) ^ c1 ^ k0,

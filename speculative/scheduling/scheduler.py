@@ -181,7 +181,7 @@ class Scheduler:
         if sequence.imported_kv is not None:  # written before this step's forward pass, so it may be shared at once
             sequence.num_computed = len(sequence.tokens) - 1
             self.publish(sequence)
-        elif sequence.reply.queue_s is None and sequence.reads_cache:
+        elif sequence.reply.queue_s is None and sequence.reads_cache:  # counted once, at its first admission
             # What was emitted may be cached, too.
             sequence.reply.num_cached = min(sequence.num_shared, sequence.num_prompt)
             self.stats.prefix_cache_queries += sequence.num_prompt
@@ -251,7 +251,7 @@ class Scheduler:
         recomputed as well."""
         for sequence in self.held:
             del self._held[sequence.request.request_id]
-            self._running.append(sequence)
+            self._running.append(sequence)  # so that it is preempted with the others
             sequence.phase = Phase.RUNNING
         self.invalidate_cache()
         for sequence in self._waiting:
@@ -376,7 +376,7 @@ class Scheduler:
         """
         length, ends = len(sequence.tokens), self._ends(sequence)
         room = min(sequence.params.max_tokens - (length - sequence.num_prompt), self._max_model_len - length)
-        if not ends.isdisjoint(token_ids) and not ends.isdisjoint(token_ids[:room]):
+        if not ends.isdisjoint(token_ids) and not ends.isdisjoint(token_ids[:room]):  # most steps need no slice
             return next(count for count, token in enumerate(token_ids, 1) if token in ends), FinishReason.STOP
         return (len(token_ids), None) if len(token_ids) < room else (room, FinishReason.LENGTH)
 

@@ -63,6 +63,7 @@ class CheckedSampler:
             rows = torch.from_numpy(np.flatnonzero(chosen[step_input.verify_entries])).to(logits.device)
             own_masks = list(compress(masks, chosen))
             parts.append(self._sample(step_input.select(chosen), logits[rows], q, own_masks, checked=checked))
+        # Stable: within a part entries keep their order, which is how `merge_outcomes` counts them.
         return merge_outcomes(parts, np.argsort(~deterministic, kind="stable").tolist())
 
     def _sample(

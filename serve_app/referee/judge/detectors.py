@@ -104,7 +104,7 @@ class ReplicaWatch:
             since = [cusum.evidence_since] if risen else []
             if jumps.alarm:
                 since.append(jumps.evidence_since)
-                del self._jumps[stratum]
+                del self._jumps[stratum]  # an alarm latches: the test begins again, and finds what is still wrong
             if shifts.alarm:
                 since.append(shifts.evidence_since)
                 del self._shifts[stratum]
