@@ -1,15 +1,18 @@
 """Connections whose headers never come are ended; those that are in time, or wait for their answer, are not."""
 
 import asyncio
+import os
 import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import uvicorn
 from uvicorn.config import HTTP_PROTOCOLS
 
 from deploy.run import cluster
+from serve_app.config.app_config import AppConfig
 from serve_app.http import slow_clients
 from serve_app.http.slow_clients import PROXY_CALLBACK, PatientProtocol, bound_headers
 
@@ -63,11 +66,20 @@ def test_who_waits_for_an_answer_is_not_and_a_second_request_has_its_own_time(po
 
 def test_a_cluster_of_ours_is_started_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, str]] = []
+
+    def start(*_: object) -> str:
+        started.append(dict(os.environ))
+        raise InterruptedError
+
     for name in PROXY_CALLBACK:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cluster, "_start_ray", lambda *_: started.append(dict(cluster.os.environ)))
-    config = cluster.AppConfig.model_validate({"model": {"source": "fake"}})
-    cluster._connect(config, lambda _: None, None)
+    sound = SimpleNamespace(require_servable=lambda: None, hints=())
+    for name, stand_in in (("_start_ray", start), ("check_machine", lambda *_, **__: sound), ("_prepare_kernels", id)):
+        monkeypatch.setattr(cluster, name, stand_in)
+    config = AppConfig.model_validate({"model": {"source": "fake"}})
+    file = SimpleNamespace(application=SimpleNamespace(effective_args=config), proxy_location="Disabled")
+    with pytest.raises(InterruptedError), cluster.running_app(file, lambda _: None):  # type: ignore[arg-type]
+        pass
     (environment,) = started
     (path,) = (environment[name] for name in PROXY_CALLBACK)
     assert path == f"{slow_clients.__name__}.{bound_headers.__name__}"
