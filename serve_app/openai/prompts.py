@@ -46,8 +46,8 @@ class PromptEncoder:
             chat = self._chats.chat_prompt(wire)
             ids = self._fit(await self.template(wire, chat), wire, "messages")
             return Prompted(asked, (ids,), self._chats.answers(chat, ids, wire.structure))
-        encoded = [await self.encoded(prompt, wire.add_special_tokens) for prompt in wire.prompts()]
-        prompts = tuple(self._fit(ids, wire, "prompt") for ids in encoded)
+        special = wire.add_special_tokens
+        prompts = tuple([self._fit(await self.encoded(one, special), wire, "prompt") for one in wire.prompts()])
         return Prompted(asked, prompts, echoed=await self._echoed(wire, prompts) if wire.echo else ())
 
     async def template(self, wire: ChatCompletionRequest, chat: ChatPrompt) -> Ids:
