@@ -245,6 +245,11 @@ class ModelInfo:
             return weights
         return f"{weights}_{hashlib.blake2b(self.computing.name.encode(), digest_size=3).hexdigest()}"
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that a request may ask for: the model, then its adapters."""
+        return (self.model_name, *(one.name for one in self.adapters))
+
     def adapter_of(self, name: str) -> str:
         """The adapter that requests for a model of this name use; "" = none, the model itself."""
         return name if any(one.name == name for one in self.adapters) else ""

@@ -88,9 +88,9 @@ class Asked:
 
 def check_served(name: str, model: ModelInfo) -> None:
     """Refuse the name of a model that is not served. Raises ModelNotFound."""
-    served = (model.model_name, *(one.name for one in model.adapters))
-    if name not in served:
-        raise ModelNotFound("model", f"The model '{name[:100]}' does not exist here; served: {', '.join(served)}.")
+    if name not in model.names:
+        served = ", ".join(model.names)
+        raise ModelNotFound("model", f"The model '{name[:100]}' does not exist here; served: {served}.")
 
 
 async def off_loop(num_characters: int, work: Callable[[], T]) -> T:

@@ -74,8 +74,7 @@ class FrontEnd:
 
     def models(self) -> dict[str, Any]:
         """The body of GET /v1/models."""
-        names = (self.served_name, *(one.name for one in self._planner.model.adapters))
-        return {"object": "list", "data": [self.model(name) for name in names]}
+        return {"object": "list", "data": [self.model(name) for name in self._planner.model.names]}
 
     @property
     def served_name(self) -> str:
