@@ -559,14 +559,13 @@ class AppConfig(Section):
             )
             return
         try:
-            is_ours_on_cpu = self.engine.kind == "torch" and self.pools_on("cpu")
             config = self.engine_config(self.pool_names[0])
-            if is_ours_on_cpu:
-                config.on_cpu()  # whose cache has a size by then
             if self.engine.kind == "vllm":
                 check_settings(config, self.vllm.engine_args)
                 check_lora(self.vllm_settings(self.pool_names[0]), self.model.served_name)
                 yield from self._rank_errors()
+            elif self.pools_on("cpu"):
+                config.on_cpu()  # whose cache has a size by then
         except ConfigError as error:
             name, _, rule = str(error).partition(" ")  # "<field> <rule>"; the drafter's come with its section
             yield FieldError(name if "." in name else f"engine.{name}", rule)
