@@ -30,7 +30,7 @@ MAY_BE_WRONG: dict[Wrong, str] = {
     "slower": "no; slower, or less room",
     "no": "no",
 }
-"""Whether answers may be wrong while an alert fires, the worst first."""
+"""Words for whether answers may be wrong while an alert fires, the worst first."""
 
 
 @dataclass(frozen=True, slots=True)

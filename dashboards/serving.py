@@ -221,11 +221,8 @@ _LOADED = (  # a pool that is being installed loads its model: it has run within
     f"or {_BY_POOL} (present_over_time({POOLS.series('replicas_running')}[1h] offset 1h)))"
 )
 _WANTED_SERIES = IN_1H.series("replicas_wanted")  # of the controller
-_EXPORTS = (
-    IN_1H.series("build_info"),
-    _WANTED_SERIES,
-    IN_1H.series(WATCHED),
-)  # one of these has whatever exports anything
+# Whatever exports anything has one of these.
+_EXPORTS = (IN_1H.series("build_info"), _WANTED_SERIES, IN_1H.series(WATCHED))
 _ANY = " or ".join(_EXPORTS)
 _ANY_LATELY = " or ".join(f"present_over_time({series}[6h])" for series in _EXPORTS)
 _NONE_LATELY = " and ".join(f"absent_over_time({series}[6h])" for series in _EXPORTS)

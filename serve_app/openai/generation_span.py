@@ -32,7 +32,8 @@ class GenerationSpan:
     def __enter__(self) -> "GenerationSpan":
         if not self._recorded:
             return self
-        request, num_choices, params = self._job.requests[0], self._job.head.num_choices, self._job.requests[0].params
+        request, num_choices = self._job.requests[0], self._job.head.num_choices
+        params = request.params
         chosen: dict[str, int | float | bool] = {
             "stream": bool(self._job.asked.wire.stream),
             "top_k": params.top_k,

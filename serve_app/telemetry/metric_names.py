@@ -124,7 +124,7 @@ Kind = Literal["counter", "gauge", "histogram"]
 Meaning = Mapping[str, str] | str
 """Meaning of a label: each value with its own; one text where the set of values is open."""
 StepCounts = Callable[[StepStats], float | Mapping[str, float]]
-"""What a counter reads of an engine's steps: a number, or one for each value of its label."""
+"""Reads a counter from an engine's steps: a number, or one for each value of its label."""
 
 _POOLS = {
     "prefill": "computes prompts and replays; the referee's counts are reported here, too",

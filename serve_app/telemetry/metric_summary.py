@@ -29,13 +29,13 @@ def summarise(text: str) -> MetricSummary:
     """Sum a Prometheus text over models, pools and replicas, and make the ratios. Raises ValueError: the text is not in
     Prometheus' format."""
     families = text_string_to_metric_families(text)
-    samples = [
+    samples = [  # strata overlap: only `all` is counted
         sample for family in families for sample in family.samples if sample.labels.get("stratum", "all") == "all"
     ]
 
     def by(name: str, label: str = "") -> dict[str, float]:
         found: dict[str, float] = {}
-        for sample in samples:  # strata overlap, so that only `all` is counted
+        for sample in samples:
             if sample.name == f"truespec_{name}_total":
                 value = sample.labels.get(label, "")
                 found[value] = found.get(value, 0.0) + sample.value

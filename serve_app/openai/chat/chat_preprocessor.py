@@ -98,15 +98,15 @@ class ChatPreprocessor:
                     f"chat_template_kwargs: the model's chat template has no variable {name[:100]!r}; "
                     f"it has: {', '.join(sorted(known)) or 'none'}.",
                 )
-        effort, told = wire.reasoning_effort, {}
+        effort, settings = wire.reasoning_effort, {}
         if effort is not None:  # by the names that the template has for that, as vLLM sets them
             wanted = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-            told = {name: value for name, value in wanted.items() if name in template.variables}
-            if not told and effort != "none":
+            settings = {name: value for name, value in wanted.items() if name in template.variables}
+            if not settings and effort != "none":
                 raise UnsupportedParameter(
                     "reasoning_effort", "reasoning_effort: the model's chat template has no setting for the effort."
                 )
-        return dataclasses.replace(chat, variables=told | dict(chat.variables))
+        return dataclasses.replace(chat, variables=settings | dict(chat.variables))
 
     def answers(self, chat: ChatPrompt, prompt: Sequence[int], form: Structure | None) -> ResponseParser | None:
         """Return how the answers to a prompt are to be read, that are to have a form; None where all their text is

@@ -47,7 +47,7 @@ class ResponsesAdapter:
         stores = self._kept is not None and wire.store is not False
 
         async def keep(response: Fields) -> bool:
-            """With the conversation before it, so that it outlives the responses that this went on from."""
+            """Keep it with the conversation before it, so that it outlives the responses that this went on from."""
             assert self._kept is not None
             said = [item.model_dump(exclude_none=True, by_alias=True) for item in (*earlier, *items)]
             record = {"response": response | {"store": True}, "items": said}

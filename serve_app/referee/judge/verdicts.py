@@ -88,7 +88,7 @@ class Checked:
 
 
 class CheckResult(NamedTuple):
-    """What one of these checks found."""
+    """The result of one of these checks."""
 
     check: str
     num_compared: int  # tokens, or numbers; 0 = it was not run
