@@ -6,13 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.changed_tree import changed_tree, greedy, served_in
-from tests.support.project_files import ROOT
+from tests.support.changed_tree import changed_tree, files_to_add_to, greedy, served_in, with_added
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
 
-PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+MODULE = "speculative/model/families/NAME.py"
 REGISTRY = "speculative/model/families/__init__.py"
 EXAONE4 = '''"""EXAONE 4: norms behind, norms of heads, and windows in the layers that are rotated."""
 
@@ -43,11 +42,9 @@ def read(file: ConfigFile) -> ModelConfig:
 
 
 def test_a_family_is_served_once_it_is_in_one_file_and_in_the_registry(tmp_path: Path) -> None:
-    section = PAGE.partition("**a model family**")[2].partition("\n**")[0]
-    assert "`speculative/model/families/NAME.py`" in section and f"`{REGISTRY}`" in section
-    registry = (ROOT / REGISTRY).read_text(encoding="utf-8").replace("\n}", '\n    "Exaone4ForCausalLM": "exaone4",\n}')
-    files = {REGISTRY: registry, "speculative/model/families/exaone4.py": EXAONE4}
-    tree = changed_tree(tmp_path / "tree", files)
+    assert {MODULE, REGISTRY} <= files_to_add_to("a model family**")
+    files = with_added({REGISTRY: [("FAMILIES = {\n", '    "Exaone4ForCausalLM": "exaone4",\n')]})
+    tree = changed_tree(tmp_path / "tree", files | {MODULE.replace("NAME", "exaone4"): EXAONE4})
     own = {"model_type": "exaone4", "num_hidden_layers": 3, "sliding_window": 9, "sliding_window_pattern": 2}
     write_tiny_model(tree / "model", tokenizer=True, **own)
     prompt = [3 + (7 * index) % 41 for index in range(30)]

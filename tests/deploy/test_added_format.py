@@ -7,13 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.changed_tree import changed_tree, greedy, run_in, served_in, with_added
-from tests.support.project_files import ROOT
+from tests.support.changed_tree import changed_tree, files_to_add_to, greedy, run_in, served_in, with_added
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
 
-PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+MODULE = "speculative/model/formats/NAME.py"
 REGISTRY = "speculative/weight_formats.py"
 ENTRY = '    "int8": WeightFormat("eight bits by rows", 1),\n'
 INT8 = '''"""Weights of eight bits with a scale for each output, by torch's operators on any device."""
@@ -89,10 +88,9 @@ print(json.dumps([logprobs, astuple(known), values, refused, damaged]))
 
 
 def test_a_format_is_served_once_it_is_in_one_file_and_in_the_registry(tmp_path: Path) -> None:
-    section = PAGE.partition("**a weight format**")[2].partition("\n**")[0]
-    assert "`speculative/model/formats/NAME.py`" in section and f"`{REGISTRY}`" in section
+    assert {MODULE, REGISTRY} <= files_to_add_to("a weight format**")
     files = with_added({REGISTRY: [("FORMATS: Mapping[str, WeightFormat] = {\n", ENTRY)]})
-    tree = changed_tree(tmp_path / "tree", files | {"speculative/model/formats/int8.py": INT8})
+    tree = changed_tree(tmp_path / "tree", files | {MODULE.replace("NAME", "int8"): INT8})
     write_tiny_model(tree / "model", tokenizer=True)
     prompt = [3 + (7 * index) % 41 for index in range(30)]
     model = AutoModelForCausalLM.from_pretrained(tree / "model", dtype=torch.float32)

@@ -1,18 +1,15 @@
 """A sampling parameter from outside: in a copy of the tree, in the files that docs/architecture.md names."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 
-from tests.support.changed_tree import changed_tree, run_in, with_added
-from tests.support.project_files import ROOT
+from tests.support.changed_tree import changed_tree, files_to_add_to, run_in, with_added
 from tools.faults.tiny import write_tiny_pair
 
 pytestmark = pytest.mark.slow
 
-PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 FIELD = """    repeat_bias: float = option(
         0.0, "Added to the logit of the token that came last.", least=-100, most=100, example=-30.0
     )
@@ -78,8 +75,7 @@ print(json.dumps(found))
 
 
 def test_a_parameter_is_served_and_audited_once_it_is_in_the_files_that_the_page_names(tmp_path: Path) -> None:
-    section = PAGE.partition("**a sampling parameter**")[2].partition("\n**")[0]
-    assert CHANGES.keys() <= set(re.findall(r"`([a-z_/]+\.py)`", section)) and len(CHANGES) <= 6
+    assert CHANGES.keys() <= files_to_add_to("a sampling parameter**") and len(CHANGES) <= 6
     tree = changed_tree(tmp_path / "tree", with_added(CHANGES))
     write_tiny_pair(tmp_path)[0].rename(tree / "model")
     found = json.loads(run_in(tree, IN_A_SERVICE))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,12 @@ def changed_tree(folder: Path, files: Mapping[str, str]) -> Path:
         (folder / name).unlink(missing_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
     return folder
+
+
+def files_to_add_to(addition: str) -> set[str]:
+    """The modules that docs/architecture.md names for an addition: `addition` is how its paragraph begins."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    return set(re.findall(r"`([A-Za-z_/]+\.py)`", page.partition(f"**{addition}")[2].partition("\n**")[0]))
 
 
 def with_added(changes: Mapping[str, Iterable[tuple[str, str]]]) -> dict[str, str]:
