@@ -40,13 +40,12 @@ from speculative.weight_formats import FORMATS, Device, format_wanted
 
 _PLACE = "applications[0].args"
 _GIB = 2**30
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _MOST_SHARED = 4  # times the cores: beyond it a replica hardly progresses; below, it is slow, with a warning
 
 
 @dataclass(slots=True)
 class Preflight:
-    """What a machine, or a cluster, says of a configuration; each question adds to it.
+    """Findings of a machine, or of a cluster, about a configuration; each check adds to them.
 
     faults: what keeps the configuration from being served, a line each.
     hints: for whoever serves it.
@@ -267,7 +266,7 @@ def _check_memory(
 ) -> None:
     """Weights and KV caches that no memory holds. Activations and libraries, which come on top, are not counted."""
     num_weights = {setting: _num_weights(folder) for setting, folder in found.folders.items()}
-    token_bytes = model.kv_shape.num_values * _DTYPE_BYTES[engine.dtype]
+    token_bytes = model.kv_shape.num_values * FORMATS[engine.dtype].num_bytes
     on_cpus = sum(config.pool(name).least_replicas for name in config.pools_on("cpu"))
     # A fraction of a GPU only matters to Ray's scheduling, and does not limit memory.
     on_gpus = bool(config.pools_on("cuda") and machine.gpu_bytes)
@@ -277,7 +276,8 @@ def _check_memory(
     ):
         device: Device = "cuda" if uses_gpu else "cpu"
         form = format_wanted(engine.quantization, format_held(found.folders["model.source"]), engine.dtype, device)
-        found.formats |= {form} if replicas else set()
+        if replicas:
+            found.formats.add(form)
         read = engine.dtype if FORMATS[form].packed else form
         plain = FORMATS[read].num_bytes * sum(num_weights.values())
         fewest = min(one.num_bytes for one in FORMATS.values() if device in one.devices)  # as drafters may be packed
