@@ -8,10 +8,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("speculative", "serve_app", "deploy", "dashboards")
 CORE = (
-    *("*.py", "state/*.py", "sampling/*.py", "scheduling/*.py", "step/*.py"),
-    *("drafting/weights.py", "model/arithmetic.py", "model/end_tokens.py"),
-)
-"""What lies in `speculative/` between a request and its tokens; `weight_formats` is what `model/` reads."""
+    "*.py", "state/*.py", "sampling/*.py", "scheduling/*.py", "step/*.py",
+    "drafting/weights.py", "model/arithmetic.py", "model/end_tokens.py",
+)  # fmt: skip
+"""Modules of `speculative/` between a request and its tokens; `weight_formats` beside them is what `model/` reads."""
 
 _GENERATED_PAGE = re.compile(r"(<!-- )?Made by `|^<!-- Made by ", re.M)
 _GENERATED_BLOCK = re.compile(r"^<!-- (?!end of)[^>]*: [^>]*-->\n.*?^<!-- end of [^>]*-->$", re.M | re.S)

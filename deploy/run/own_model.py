@@ -34,8 +34,8 @@ class OwnModel:
 
 
 def settings_of(own: OwnModel) -> Any:
-    """What a file of settings would hold that serves a model, not yet checked. Raises ConfigError: what was given is
-    wrong or does not go together; the message names the flag."""
+    """The settings of a file that serves a model, not yet checked. Raises ConfigError: what was given is wrong or does
+    not go together; the message names the flag."""
     if not own.source.strip():  # as of a variable that a shell does not know
         raise ConfigError("The model is empty; give a folder, or a hub id (ORG/MODEL).")
     data = yaml.safe_load(BASE.read_text(encoding="utf-8"))

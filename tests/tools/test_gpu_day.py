@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 PACKAGES = ("torch", "triton", "transformers", "numpy", "safetensors", "pytest", "pytest-xdist")
 _NOT_THERE = {"pydantic", "pydantic-core", "annotated-types", "typing-inspection", "xxhash", "httpx"}
-"""What other versions of these packages may ask for."""
+"""Requirements of other versions of these packages."""
 _NAME = re.compile(r"[\w.-]+")
 
 
