@@ -133,7 +133,7 @@ class _Choice:
         )
 
     def _unrepeatable(self) -> str | None:
-        """Implement `Job.unrepeatable`, of the finished choice."""
+        """Return `Planned.unrepeatable` of the finished choice."""
         if self._job_unrepeatable == "" and len(self._versions) > 1:
             return "the weights were changed while it was generated"
         return self._job_unrepeatable
