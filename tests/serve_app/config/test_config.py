@@ -131,6 +131,7 @@ FAULTS: list[tuple[str, object, str, str]] = [  # (field set, value, field named
     ("args.observability.traces_endpoint", "collector:4318", "args.observability.traces_endpoint", "with its path"),
     ("args.observability.traces_endpoint", "http://collector:4318", "args.observability.traces_endpoint", "/v1/traces"),
     ("args.recovery.prefill_timeout_s", 0.0, "args.recovery.prefill_timeout_s", "above 0"),
+    ("args.recovery.max_resumes", 1000, "args.recovery.max_resumes", "at most 100"),
     ("args.pools.router", {"num_gpus": 1.0}, "args.pools.router.num_gpus", "is not a field"),
     ("args.pools.decode", {"replicas": 2, "autoscaling": BY_LOAD}, "args.pools.decode.replicas", "remove one of them"),
 ]
