@@ -93,8 +93,8 @@ def running_grafana() -> Iterator[FakeGrafana]:
 
     class Handler(QuietHandler):
         def _serve(self) -> None:
-            length = int(self.headers.get("content-length") or 0)
-            body = json.loads(self.rfile.read(length)) if length else None
+            sent = self.sent()
+            body = json.loads(sent) if sent else None
             root, token = f"{PREFIX}/api", self.headers.get("authorization", "")
             if fake.body_of_everything is not None:
                 self.say(200, fake.body_of_everything.encode())
