@@ -31,6 +31,6 @@ class Machine:
         installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         limits = [installed]
         for path in _CGROUP_LIMITS:
-            with contextlib.suppress(OSError, ValueError):  # a container has no limit
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit
                 limits.append(int(Path(path).read_text(encoding="ascii")))
         return cls(os.cpu_count() or 1, min(limits), gpus)
