@@ -174,13 +174,12 @@ class ModelConfig:
             tied: `tie_word_embeddings` where the file is silent.
             own: fields that the family has read by itself.
         """
-        hidden_size = file.size("hidden_size")
-        head_dim = own.pop("head_dim", None) or file.size("head_dim", hidden_size // file.heads)
+        head_dim = own.pop("head_dim", None) or file.head_dim
         rope = rope or rope_of(rope_settings(file), file, head_dim, theta=theta)
         model = cls(
             architecture="",
             vocab_size=file.size("vocab_size"),
-            hidden_size=hidden_size,
+            hidden_size=file.size("hidden_size"),
             intermediate_size=own.pop("intermediate_size", None) or file.size("intermediate_size"),
             num_layers=file.size("num_hidden_layers"),
             num_heads=file.heads,

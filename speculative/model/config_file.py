@@ -1,7 +1,7 @@
 """A config.json, which remembers what was read of it: what else would change the numbers is refused by name."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from speculative.errors import ConfigError, UnsupportedModel
@@ -56,6 +56,11 @@ class ConfigFile:
         """Heads of queries."""
         return self.size("num_attention_heads")
 
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a head: the heads' share of the hidden size where the file is silent."""
+        return self.size("head_dim", self.size("hidden_size") // self.heads)
+
     def get(self, name: str, default: Any = None) -> Any:
         """A field as it stands there."""
         self.known.add(name)
@@ -108,6 +113,17 @@ class ConfigFile:
     def stated_size(self, name: str, default: int) -> int:
         """The same, but null is wrong: it could be as many as something else, too."""
         return self.size(name, default if self.get(name, default) is not None else None)
+
+    def kv_heads(self, default: int) -> int:
+        """Heads of keys: as many as of queries where the file says null, and the default where it is silent."""
+        return self.size("num_key_value_heads", self.heads if "num_key_value_heads" in self.content else default)
+
+    def section(self, name: str) -> Json:
+        """A field that is an object; empty where it says nothing."""
+        section = self.get(name) or {}
+        if not isinstance(section, Mapping):
+            raise ConfigError(f"config.json: `{name}` is {brief(section)}, no object; take the file from its source.")
+        return section
 
     def layer_types(self, default: Sequence[str], *known: str) -> list[str]:
         """The kind of each layer.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from speculative.errors import ConfigError, UnsupportedModel
-from speculative.model.config_file import FIX, FULL, ConfigFile, brief
+from speculative.model.config_file import FIX, FULL, ConfigFile
 from speculative.model.end_tokens import Json
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -85,9 +85,7 @@ def rope_settings(file: ConfigFile) -> Json:
         UnsupportedModel: they differ between layers.
     """
     field = "rope_scaling" if file.get("rope_scaling") else "rope_parameters"
-    rope: object = file.get(field) or {}
-    if not isinstance(rope, Mapping):
-        raise ConfigError(f"config.json: `{field}` is {brief(rope)}, no object; take the file from its source.")
+    rope = file.section(field)
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise UnsupportedModel(f"config.json: `rope_parameters` differ between layers, unknown here; {FIX}.")
     theta, original = ({name: file.get(name)} if name in file.content else {} for name in ("rope_theta", _ORIGINAL))
@@ -127,27 +125,20 @@ def rope_of(settings: Json, file: ConfigFile, head_dim: int, *, theta: float = 1
     return _SCALINGS[kind](given, theta, _spread(theta, size), file.size("max_position_embeddings"))
 
 
-def ropes_by_type(
-    file: ConfigFile, thetas: Mapping[str, tuple[str, float]], head_dim: int | None = None
-) -> dict[str, Rope]:
+def ropes_by_type(file: ConfigFile, thetas: Mapping[str, tuple[str, float]], head_dim: int) -> dict[str, Rope]:
     """Read the rotary settings of each type of layers; `rope_scaling` is of full attention.
 
     Args:
         file: a config.json.
         thetas: by type, the field that has theta where its settings do not, and the default.
-        head_dim: of the model; None = as its family has it.
+        head_dim: of the model.
 
     Raises:
         ConfigError, UnsupportedModel: as of `rope_of`.
     """
-    head_dim = head_dim or file.size("head_dim", file.size("hidden_size") // file.heads)
-    given, scaling = file.get("rope_parameters") or {}, file.get("rope_scaling") or {}
-    for field, settings in (("rope_parameters", given), ("rope_scaling", scaling)):
-        if not isinstance(settings, Mapping):
-            raise ConfigError(f"config.json: `{field}` is {brief(settings)}, no object; take the file from its source.")
-    ropes = {}
+    given, scaling, ropes = ConfigFile(file.section("rope_parameters")), file.section("rope_scaling"), {}
     for layer_type, (field, default) in thetas.items():
-        settings = {**(given.get(layer_type) or {}), **(scaling if layer_type == FULL else {})}
+        settings = {**given.section(layer_type), **(scaling if layer_type == FULL else {})}
         theta = ConfigFile({"rope_theta": file.get(field, default)}).number("rope_theta")
         settings.pop("truncate", None)  # transformers looks for it beside, where it is not
         ropes[layer_type] = rope_of(settings, file, head_dim, theta=theta)

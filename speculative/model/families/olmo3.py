@@ -10,7 +10,7 @@ MODEL_TYPE = "olmo3"
 
 def read(file: ConfigFile) -> ModelConfig:
     """Read a config.json."""
-    ropes = ropes_by_type(file, {FULL: ("rope_theta", 500000.0), SLIDING: ("", 500000.0)})
+    ropes = ropes_by_type(file, {FULL: ("rope_theta", 500000.0), SLIDING: ("", 500000.0)}, file.head_dim)
     model = olmo2.read(file, rope=ropes[FULL])
     usual = [SLIDING if (layer + 1) % 4 else FULL for layer in range(model.num_layers)]
     types = file.layer_types(usual, SLIDING)

@@ -14,8 +14,7 @@ def read(file: ConfigFile) -> ModelConfig:
     settings.setdefault("partial_rotary_factor", file.get("partial_rotary_factor", 1.0))
     kind = settings.get("rope_type", settings.get("type", "default"))
     settings["rope_type"] = "longrope" if kind in ("su", "yarn") else kind  # its former names
-    head_dim = file.size("head_dim", file.size("hidden_size") // file.heads)
-    rope = rope_of(settings, file, head_dim, in_part=True)
+    rope = rope_of(settings, file, file.head_dim, in_part=True)
     names = TensorNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
-    model = ModelConfig.of_family(file, rope=rope, head_dim=head_dim, eps=1e-5, names=names)
+    model = ModelConfig.of_family(file, rope=rope, eps=1e-5, names=names)
     return windowed(model, [SLIDING] * model.num_layers, file.window(None))

@@ -8,12 +8,7 @@ MODEL_TYPE = "qwen2"
 
 def read(file: ConfigFile) -> ModelConfig:
     """Read a config.json."""
-    return with_windows(ModelConfig.of_family(file, qkv_bias=True, num_kv_heads=num_kv_heads(file)), file)
-
-
-def num_kv_heads(file: ConfigFile) -> int:
-    """Heads of keys: 32 where the file is silent, as many as of queries where it says null."""
-    return file.size("num_key_value_heads", 32 if "num_key_value_heads" not in file.content else file.heads)
+    return with_windows(ModelConfig.of_family(file, qkv_bias=True, num_kv_heads=file.kv_heads(32)), file)
 
 
 def with_windows(model: ModelConfig, file: ConfigFile) -> ModelConfig:

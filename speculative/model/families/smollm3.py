@@ -16,7 +16,7 @@ def read(file: ConfigFile) -> ModelConfig:
         file,
         theta=2000000.0,
         tied=True,
-        num_kv_heads=file.size("num_key_value_heads", 4 if "num_key_value_heads" not in file.content else file.heads),
+        num_kv_heads=file.kv_heads(4),
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=file.flag("mlp_bias"),

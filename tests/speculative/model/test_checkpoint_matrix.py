@@ -220,6 +220,7 @@ REFUSED = {
     "an encoder": (Case("llama", {"is_causal": False}), "`is_causal` is False"),
     "rotary settings, a text": (_rope({"rope_scaling": "linear"}), "`rope_scaling`"),
     "by layer": (_rope({"rope_parameters": {"full_attention": _STRETCHED}}), "`rope_parameters` differ"),
+    "no settings of a layer": (Case("gemma3", {"rope_parameters": {"full_attention": 5}}), "`full_attention` is 5"),
     "rotated in part": (_rope({"partial_rotary_factor": 0.5}), "`partial_rotary_factor`"),
     "rotated in part, inside": (_rope({"rope_parameters": {"partial_rotary_factor": 0.5}}), "`partial_rotary_factor`"),
     "layers with a window that is not in use": (
