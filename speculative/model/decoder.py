@@ -13,7 +13,8 @@ from speculative.model.attention import StepAttention
 from speculative.model.config import ModelConfig, TensorNames
 from speculative.model.cpu.fused import FusedLayers
 from speculative.model.cpu.native import Packed, pack_natively
-from speculative.model.formats import Format, stacked
+from speculative.model.formats import EMBEDDING, LM_HEAD, Format, stacked
+from speculative.model.forms import own_files
 from speculative.model.layers import (
     Attend,
     DecoderLayer,
@@ -131,8 +132,7 @@ class Decoder(FusibleLayer):
         """Lay the loaded weights of a folder out for our CPU kernels; from here on activations are float32."""
         slots, kernels = self.checkpoint_slots(), self.kernels.model
         form, names = self.weights, self._linear_names(slots)
-        own_file = folder / FORMATS[form.name].file
-        given = TensorFiles([own_file] if own_file.is_file() else [])
+        given = TensorFiles(own_files(folder, form.name))
         assert kernels is not None, "there is nothing to pack for"
 
         def weight_of(linear: Linear) -> Packed:
@@ -151,7 +151,7 @@ class Decoder(FusibleLayer):
 
     def _linear_names(self, slots: Mapping[str, Tensor]) -> dict[Linear, list[str]]:
         """The checkpoint's tensors in the rows of each Linear, in order."""
-        head = "model.embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight"
+        head = EMBEDDING if self.config.tie_word_embeddings else LM_HEAD
         names = {self.lm_head: [head]}
         for module in self.layers.modules():
             if isinstance(module, Linear):
@@ -162,9 +162,9 @@ class Decoder(FusibleLayer):
     def checkpoint_slots(self) -> dict[str, Tensor]:
         """Return where the tensors of a Hugging Face checkpoint go: name, and the view of a parameter to copy it
         into."""
-        slots: dict[str, Tensor] = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm.weight}
+        slots: dict[str, Tensor] = {EMBEDDING: self.embedding, "model.norm.weight": self.norm.weight}
         if not self.config.tie_word_embeddings:
-            slots["lm_head.weight"] = self.lm_head.weight
+            slots[LM_HEAD] = self.lm_head.weight
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             own = layer_slots(layer, self.config.names)

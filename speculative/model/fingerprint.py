@@ -11,8 +11,9 @@ from typing import Any
 
 from speculative.model.config import ModelConfig
 from speculative.model.eagle3 import Eagle3Config
+from speculative.model.forms import own_files
 from speculative.model.loading import checkpoint_files
-from speculative.weight_formats import FORMATS, is_rounded
+from speculative.weight_formats import is_rounded
 
 CACHE_FILE = ".truespec-fingerprint.json"
 _CHUNK_BYTES = 1 << 24
@@ -32,7 +33,7 @@ def model_fingerprint(folder: Path, config: Eagle3Config | None = None, *, weigh
     files = checkpoint_files(folder)
     if weights is not None and is_rounded(weights):
         canonical += f"\0{weights}"
-        files += [file for file in (folder / FORMATS[weights].file,) if file.is_file()]
+        files += own_files(folder, weights)
     status = {file.name: file.stat() for file in files}
     key = {"config": canonical, "files": {name: [one.st_size, one.st_mtime_ns] for name, one in status.items()}}
     with contextlib.suppress(OSError, ValueError):

@@ -18,7 +18,13 @@ def format_held(folder: Path) -> str | None:
     """The format to which the weights of a checkpoint of our own engine were rounded; None = they were not."""
     if (own := _stated(folder)) is not None:
         return format_stated(own)
-    return next((name for name, one in FORMATS.items() if one.file and (folder / one.file).is_file()), None)
+    return next((name for name in FORMATS if own_files(folder, name)), None)
+
+
+def own_files(folder: Path, *formats: str) -> list[Path]:
+    """Files beside plain weights in which a checkpoint holds these formats."""
+    paths = (folder / FORMATS[name].file for name in formats if name in FORMATS)
+    return [path for path in paths if path.is_file()]  # the folder itself where a format has no such file
 
 
 def _stated(folder: Path) -> Any:

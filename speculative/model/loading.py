@@ -26,7 +26,7 @@ from speculative.model.derived import is_derived
 from speculative.model.end_tokens import read_json
 from speculative.model.file_names import INDEX_FILE, LOWER_FILES, NEVER_READ, TOP_FILES, WEIGHTS_FILE
 from speculative.model.formats import EMBEDDING, LM_HEAD, format_of
-from speculative.model.forms import format_held
+from speculative.model.forms import format_held, own_files
 from speculative.model.tensor_files import PLAIN, check_tensors, read_header, read_tensors, require_finite
 from speculative.weight_formats import FORMATS, format_wanted
 
@@ -118,7 +118,7 @@ def check_weights(folder: Path) -> None:
     config, form = ModelConfig.from_folder(folder), format_of(format_held(folder) or "")
     nowhere = Decoder(config, weights=form, dtype=torch.bfloat16, device=torch.device("meta"))
     _read_into(nowhere, folder, checkpoint_files(folder))
-    check_tensors(file for one in FORMATS.values() if (file := folder / one.file).is_file())
+    check_tensors(own_files(folder, *FORMATS))
 
 
 def _read_into(decoder: Decoder, folder: Path, files: Iterable[Path]) -> None:

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from speculative.model.config import ModelConfig
 from speculative.model.formats import EMBEDDING, LM_HEAD, Format, Served
+from speculative.model.forms import own_files
 from speculative.model.loading import checkpoint_files
 from speculative.model.tensor_files import TensorFiles
-from speculative.weight_formats import FORMATS
 
 
 class ServedTensors:
@@ -23,8 +23,7 @@ class ServedTensors:
     """
 
     def __init__(self, folder: Path, form: Format, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
-        own = folder / FORMATS[form.name].file if form.name else folder
-        self._files = TensorFiles([*checkpoint_files(folder), *([own] if own.is_file() else ())])
+        self._files = TensorFiles([*checkpoint_files(folder), *own_files(folder, form.name)])
         self._form, self._dtype, self._device = form, dtype, device
         model = ModelConfig.from_folder(folder)
         self._tied = model.tie_word_embeddings
