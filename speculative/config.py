@@ -85,28 +85,35 @@ class DrafterConfig(DrafterSettings):
         settings = {own.name: named.pop(own.name) for own in fields(DrafterSettings) if own.name in named}
         return cls(**settings, options=read_options(**named))
 
+    def __post_init__(self) -> None:
+        """Check all fields; an error names one as it stands in a configuration file."""
+        try:
+            super().__post_init__()
+        except OptionError as error:
+            raise OptionError(f"drafter.{error.name}", error.rule) from error
+
     def check(self) -> None:
         """Kind, weights and tree go together."""
         kinds, has_weights = drafter_kinds(), self.kind in KINDS_WITH_WEIGHTS
         if self.kind not in kinds:
-            raise OptionError("drafter.kind", f"must be one of {', '.join(kinds)}, got {self.kind!r}.")
+            raise OptionError("kind", f"must be one of {', '.join(kinds)}, got {self.kind!r}.")
         if has_weights and not self.model:
             needs = "needs a folder, a catalogue name, or a hub id"
-            raise OptionError("drafter.model", f"is missing: kind {self.kind} {needs}.")
+            raise OptionError("model", f"is missing: kind {self.kind} {needs}.")
         if self.model is not None and not has_weights:
-            raise OptionError("drafter.model", f"{_OF_WEIGHTS}; remove it or change kind.")
+            raise OptionError("model", f"{_OF_WEIGHTS}; remove it or change kind.")
         if self.tree and not has_weights:
-            raise OptionError("drafter.tree", f"{_OF_WEIGHTS}.")
+            raise OptionError("tree", f"{_OF_WEIGHTS}.")
         if any(width < 1 for width in self.tree):
-            raise OptionError("drafter.tree", "must hold numbers of candidates, at least 1 each.")
+            raise OptionError("tree", "must hold numbers of candidates, at least 1 each.")
         if len(self.tree) > self.num_draft_tokens:
             rule = f"must have at most num_draft_tokens ({self.num_draft_tokens}) levels."
-            raise OptionError("drafter.tree", rule)
+            raise OptionError("tree", rule)
         if (rows := self.rows_of_drafts[-1]) > MAX_DRAFTS:
             rule = f"must have at most {MAX_DRAFTS} drafts a round, those of all levels; it has {rows}."
-            raise OptionError("drafter.tree", rule)
+            raise OptionError("tree", rule)
         if self.suffix_first and not (has_weights and self.length == "dynamic"):
-            raise OptionError("drafter.suffix_first", f"{_OF_WEIGHTS}, of dynamic length; set it to 0 for others.")
+            raise OptionError("suffix_first", f"{_OF_WEIGHTS}, of dynamic length; set it to 0 for others.")
 
     def options_of(self, options: type[SomeOptions]) -> SomeOptions:
         """One drafter's options, by their class."""

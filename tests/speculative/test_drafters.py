@@ -118,6 +118,7 @@ def test_names_are_taken_once() -> None:
     ("options", "fault"),
     [
         ({"ngram_max": 0}, "drafter.ngram_max must be at least 1, got 0"),
+        ({"num_draft_tokens": 65}, "drafter.num_draft_tokens must be between 1 and 64, got 65"),
         ({"ngram_min": 9}, r"drafter.ngram_min must be at most ngram_max \(4\), got 9"),
         ({"suffix_depth": 257}, "drafter.suffix_depth must be between 1 and 256, got 257"),
         ({"suffix_depth": 4, "suffix_min_match": 5}, "drafter.suffix_min_match"),
