@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.changed_tree import changed_tree, files_to_add_to, greedy, run_in, served_in, with_added
-from tests.support.tiny_models import write_tiny_model
+from tests.support.changed_tree import changed_tree, files_to_add_to, run_in, served_in, with_added
+from tests.support.tiny_models import greedy, write_tiny_model
 
 pytestmark = pytest.mark.slow
 

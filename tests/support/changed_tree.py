@@ -8,9 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from tests.support.project_files import ROOT
 
@@ -70,19 +67,8 @@ def run_in(tree: Path, program: str) -> str:
     return done.stdout
 
 
-def greedy(model: Any, prompt: Sequence[int], count: int) -> tuple[list[int], list[float]]:
-    """A model of transformers decodes: its tokens, and their logprobs."""
-    tokens = list(prompt)
-    with torch.inference_mode():
-        for _ in range(count):
-            rows = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
-            tokens.append(int(rows[-1].argmax()))
-    answer = tokens[len(prompt) :]
-    return answer, rows[len(prompt) - 1 :].gather(1, torch.tensor(answer)[:, None])[:, 0].tolist()
-
-
 def served_in(tree: Path, prompt: Sequence[int], count: int, **settings: object) -> tuple[list[int], list[float]]:
-    """The same of the tree's service of its folder `model`, in float32 on a CPU."""
+    """Greedy tokens and their logprobs of the tree's service of its folder `model`, in float32 on a CPU."""
     body = {"model": "audited", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True}
     body |= {"return_token_ids": True, "logprobs": 0}
     text = run_in(tree, _IN_A_SERVICE.replace("BODY", repr(body)).replace("SETTINGS", repr(settings)))

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +112,14 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
         for name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else 0.15 * noise)
+
+
+def greedy(model: Any, prompt: Sequence[int], count: int) -> tuple[list[int], list[float]]:
+    """Decode with a model of transformers; returns its tokens, and their logprobs."""
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            rows = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+            tokens.append(int(rows[-1].argmax()))
+    answer = tokens[len(prompt) :]
+    return answer, rows[len(prompt) - 1 :].gather(1, torch.tensor(answer)[:, None])[:, 0].tolist()

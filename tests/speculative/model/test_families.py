@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from speculative.config import DrafterConfig
@@ -14,7 +13,7 @@ from speculative.model.loading import load_decoder
 from speculative.request import Request, SamplingParams
 from tests.support.engines import NGRAM, NO_DRAFTS, Answer, answer_all, hand_over, run, tiny_engine
 from tests.support.tiny_heads import write_tiny_head
-from tests.support.tiny_models import write_tiny_model
+from tests.support.tiny_models import greedy, write_tiny_model
 from tools.train_head.batches import PlainAttention
 
 SHAPES: dict[str, dict[str, object]] = {
@@ -32,6 +31,8 @@ SHAPES: dict[str, dict[str, object]] = {
 }
 PROMPTS = [tuple(3 + (7 * i * j) % 41 for j in range(n)) for i, n in enumerate((3, 8, 24, 45), start=1)]
 NUM_TOKENS = 16
+Expected = list[tuple[list[int], list[float]]]
+"""Greedy answers to PROMPTS, and their tokens' logprobs."""
 
 
 @pytest.fixture(scope="module", params=SHAPES)
@@ -43,18 +44,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> list[tuple[list[int], Tensor]]:
-    """The greedy answers to PROMPTS, and the logprobs that they were chosen by."""
+def expected(model: Path) -> Expected:
     own = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
-    found = []
-    for prompt in PROMPTS:
-        tokens = list(prompt)
-        with torch.inference_mode():
-            for _ in range(NUM_TOKENS):
-                logprobs = own(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
-                tokens.append(int(logprobs[-1].argmax()))
-        found.append((tokens[len(prompt) :], logprobs[len(prompt) - 1 :]))
-    return found
+    return [greedy(own, prompt, NUM_TOKENS) for prompt in PROMPTS]
 
 
 def requests(*, prefix: str = "r") -> list[Request]:
@@ -62,12 +54,11 @@ def requests(*, prefix: str = "r") -> list[Request]:
     return [Request(f"{prefix}{index}", prompt, params) for index, prompt in enumerate(PROMPTS)]
 
 
-def assert_right(answers: dict[str, Answer], expected: list[tuple[list[int], Tensor]], *, prefix: str = "r") -> None:
+def assert_right(answers: dict[str, Answer], expected: Expected, *, prefix: str = "r") -> None:
     for index, (tokens, logprobs) in enumerate(expected):
         answer = answers[f"{prefix}{index}"]
         assert answer.token_ids == tokens
-        wanted = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        assert (torch.tensor(answer.values) - wanted).abs().max() < 1e-4
+        assert (torch.tensor(answer.values) - torch.tensor(logprobs)).abs().max() < 1e-4
 
 
 def drafters(model: Path) -> dict[str, DrafterConfig]:
@@ -90,7 +81,7 @@ def test_a_head_reads_what_enters_its_layers(model: Path) -> None:
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
-def test_every_drafter(model: Path, expected: list[tuple[list[int], Tensor]], captured: bool) -> None:
+def test_every_drafter(model: Path, expected: Expected, captured: bool) -> None:
     for name, drafter in drafters(model).items():
         own = {"verifier": "coupled"} if drafter.tree else {"cuda_graphs": captured}  # which draws from no trees
         answers = answer_all(tiny_engine(model, drafter=drafter, **own), requests())
@@ -99,7 +90,7 @@ def test_every_drafter(model: Path, expected: list[tuple[list[int], Tensor]], ca
             assert all(answer.num_accepted == answer.num_drafted > 0 for answer in answers.values()), "it is the target"
 
 
-def test_a_prefix_that_was_computed_before_and_a_handoff(model: Path, expected: list[tuple[list[int], Tensor]]) -> None:
+def test_a_prefix_that_was_computed_before_and_a_handoff(model: Path, expected: Expected) -> None:
     prefill, decode = (tiny_engine(model, drafter=NO_DRAFTS, max_batched_tokens=16) for _ in range(2))
     assert_right(answer_all(prefill, requests()), expected)
     answers = hand_over(prefill, decode, requests(prefix="again"), prefill_only_after=4)
