@@ -47,7 +47,7 @@ from speculative.step.sampler import Sampler
 
 
 class Assembly:
-    """What an engine has from its start (scheduler, cache, sampler), and what changes with its weights (the steps)."""
+    """The parts that an engine has from its start (scheduler, cache, sampler), and those of its weights (the steps)."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Assembly:
         return cls(weights.decoder, model, config, weights.fingerprint, make_constraint, weights.draft_model)
 
     def change_weights(self, weights: Weights) -> None:
-        """Build the steps anew. The old ones make room before the new ones are complete."""
+        """Build the steps again. The old ones make room before the new ones are complete."""
         # A drafter without weights goes on with the texts that it has seen.
         weightless = self.eager.drafter if weights.draft_model is None else NoDrafter()
         del self.graphs, self.eager, self.executor  # frees the old graphs and the old drafter's cache

@@ -39,7 +39,7 @@ def drafter_kinds() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class DrafterSettings(Options):
-    """What drafts, as a configuration file has it, beside the options of drafters without weights.
+    """The settings of a drafter, as a configuration file has them, beside the options of drafters without weights.
 
     The section of the file derives from it, with what this room cannot say of `model` and `tree`.
     """

@@ -13,7 +13,7 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """How far products in a format may move what an engine computes, in nats where nothing else is said.
+    """The limits of what products in a format may move of an engine's results, in nats where nothing else is said.
 
     edge_nats: largest shift of a logit.
     max_tme: the largest mean of exp|g - t| over the logprobs, between equal engines and between others.
@@ -43,7 +43,7 @@ class WeightFormat:
     packed: a checkpoint is read in `dtype` first, and packed for our CPU kernels then.
     file: of a checkpoint that holds it beside plain weights.
     scheme: the maker's name for it, in a checkpoint that holds nothing else.
-    is_stated: tells it by the `quantization_config` in the config.json of such a checkpoint.
+    is_stated: recognises it by the `quantization_config` in the config.json of such a checkpoint.
     """
 
     meaning: str

@@ -60,7 +60,7 @@ class SampledFrom(NamedTuple):
 
 
 class Verified(NamedTuple, Generic[Part]):
-    """What is found of R rows of E entries, as float64: tensors on the device, arrays on the host.
+    """The findings about R rows of E entries, as float64: tensors on the device, arrays on the host.
 
     num_accepted, token_ids, expected: [E] drafts that survived, the token behind them, and how many drafts could be
     expected to survive. drafts: [R] those judged, -1 in last rows. broken: [R] as `broken_rows` returns it. values,

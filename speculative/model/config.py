@@ -17,7 +17,7 @@ from speculative.state.kv_cache import KVShape
 
 @dataclass(frozen=True, slots=True)
 class ScoreRule:
-    """What attention does with products of query and key.
+    """A layer's rule for the products of query and key.
 
     window: positions that a row sees, itself among them; None = all. cap: c of c tanh(score / c). scale: multiplier of
     the products; None = 1 / sqrt(head_dim).
@@ -38,7 +38,7 @@ PLAIN = ScoreRule()
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What differs between the layers of a model. rope: None = not rotated."""
+    """The differences between the layers of a model. rope: None = not rotated."""
 
     rope: Rope | None
     scores: ScoreRule = PLAIN
@@ -46,7 +46,7 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a model does otherwise than Llama; the defaults are Llama's.
+    """The differences of a model from Llama; the defaults are Llama's.
 
     norms: whether they stand before attention and MLP, behind, or both. norm_adds_one: their weights are 1 + w, applied
     in float32. wide_qk_norm: norms of query and key are of all heads together. gate: the MLP's activation. logit_cap: c
@@ -120,7 +120,7 @@ class ModelConfig:
 
     @property
     def has_llama_shape(self) -> bool:
-        """Whether fused layers compute it, on CPUs and in captured steps; others run by torch's operators."""
+        """Return whether fused layers compute it, on CPUs and in captured steps; others run by torch's operators."""
         rotated_alike = all(kind.rope == self.rope for kind in self.kinds)
         return self.form == Form() and rotated_alike and 2 * len(self.rope.frequencies) == self.head_dim
 

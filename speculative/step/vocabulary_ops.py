@@ -10,7 +10,7 @@ from speculative.state.batch import Terms
 
 
 class VocabularyOps(DistributionOps):
-    """By torch's operators, on any device; shapes as in `DistributionOps`."""
+    """Computes by torch's operators, on any device; shapes as in `DistributionOps`."""
 
     def broken_rows(
         self, step: VerifyInput, verified: VerifyOutput, emitted: Tensor, highest: Tensor, outside: Tensor

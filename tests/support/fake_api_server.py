@@ -144,7 +144,7 @@ def _merged(old: Any, patch: Any) -> Any:
 
 
 def _claimed(claim: Object) -> tuple[list[Any], int]:
-    """What never changes of a claim, and its size in gibibytes."""
+    """The fields of a claim that never change, and its size in gibibytes."""
     spec = claim["spec"]
     size = int(spec["resources"]["requests"]["storage"].removesuffix("Gi"))
     return [spec.get(key) for key in ("accessModes", "storageClassName")], size

@@ -167,7 +167,7 @@ def in_turn(filters: tuple[tuple[float, int, float], ...], owners: Iterable[int]
 
 
 def parts(judge: RowJudge, given: Scene) -> dict[str, Tensor]:
-    """What was wanted of what a judge finds, by name; the rows and sums of `Terms` by names of their own."""
+    """The findings of a judge that were wanted, by name; the rows and sums of `Terms` by names of their own."""
     vector, layout = judge(given.logits, given.rows, given.sampled)
     assert vector.dtype == torch.float64 and len(vector) == layout.size
     found = layout.parts(vector)._asdict()

@@ -1,4 +1,4 @@
-"""What computes with a format of weights, one a file: `FORMAT` of `NAME.py`, beside its facts in `weight_formats`.
+"""The arithmetic of formats of weights, one a file: `FORMAT` of `NAME.py`, beside its facts in `weight_formats`.
 
 Plain weights are read as torch has them, and may be packed for our CPU kernels then. A format with layers of its own
 class rounds a checkpoint while it is read into them.
@@ -31,11 +31,11 @@ class Format:
     """Plain weights. name: in `FORMATS`; "" = of any type, and not packed."""
 
     linear: type[Matrix] = Linear
-    """What the matrices of a model's layers are; the LM head is a `Linear` in any format."""
+    """The class of the matrices of a model's layers; the LM head is a `Linear` in any format."""
     rounded: Callable[[Tensor], ScaledRows] | None = None
     """Rounds a plain matrix [O, I] for a `linear` of the format's own."""
     multiple, of_outputs = 1, False
-    """Of what the inputs of all matrices have to be a multiple, and whether their outputs, too."""
+    """The divisor of the inputs of all matrices, and whether it divides their outputs, too."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name

@@ -91,7 +91,7 @@ def test_every_row_sees_its_own_past_and_nothing_else(
 def test_a_row_sees_its_own_window_alone_and_in_company_in_any_number_of_parts(
     attend: AttendPaged, monkeypatch: pytest.MonkeyPatch, num_parts: int, window: int | None, first: int
 ) -> None:
-    """To the same bits; and nothing else is read."""
+    """The bits are the same, and nothing else is read."""
     monkeypatch.setattr("speculative.gpu.paged_attention._MOST_PARTS", num_parts)
     heads, rule = (3, 1, 80), ScoreRule(window=window)
     arguments = scene(heads, CONTEXTS, 5, torch.float32, first)

@@ -146,7 +146,7 @@ def test_scores_that_are_not_finite_are_capped(arithmetic: Arithmetic) -> None:
 
 
 def test_a_capped_score_is_rounded_as_float32() -> None:
-    """Of two positions in the window one has score 0, so the weight of the other tells its score."""
+    """One of two positions in the window has score 0, so the weight of the other shows its score."""
     products = torch.cat((torch.linspace(-4, 4, 2001), 10 ** torch.linspace(-6, 3, 1000)))
     qkv = torch.zeros((2 * len(products), 6, 16))
     qkv[:, :2, 0], qkv[::2, 2:4, 0], qkv[::2, 4:] = 1.0, products[:, None], 1.0

@@ -1,4 +1,4 @@
-"""What checkpoints of all families say, field by field and tensor by tensor: computed as transformers computes it,
+"""Checkpoints of all families, field by field and tensor by tensor: computed as transformers computes them,
 logit for logit, or refused by name.
 """
 
