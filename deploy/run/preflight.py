@@ -221,9 +221,10 @@ def _check_tokenizer(config: AppConfig, found: Preflight) -> None:
     """A tokenizer that cannot be served, or a chat template that is not for it."""
     folder = found.folders["model.source"]
     with found.reading("model.source"):
-        Tokenizer.from_folder(folder)
+        found.tokenizer = Tokenizer.from_folder(folder)
         with found.reading("model.chat_template"):
-            found.tokenizer = Tokenizer.from_folder(folder, config.model.chat_template)
+            if config.model.chat_template is not None:
+                found.tokenizer = Tokenizer.from_folder(folder, config.model.chat_template)
             found.hints.extend(found.tokenizer.remarks())
             if not any(found.tokenizer.chat_template(with_tools=tools).source for tools in (False, True)):
                 found.hints.append(
