@@ -21,6 +21,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 
 from deploy.run.machine import Machine
+from deploy.run.models import model_here
 from deploy.run.ports import free_port, url_of
 from deploy.run.preflight import check_cluster, check_machine
 from deploy.run.processes import process_tree
@@ -116,6 +117,9 @@ def running_app(
             found = check_cluster(config)
             for line in (*(f"warning: {fault}" for fault in found.faults), *(f"hint: {hint}" for hint in found.hints)):
                 progress(line)
+            with suppress(ConfigError):
+                if (folder := model_here(config.model.source)) is not None:
+                    found.tokenizer = Tokenizer.from_folder(folder, config.model.chat_template)
         interrupt_on_sigterm()
         with _on_serve(file, address, progress) as http:
             base_url = f"{url_of(http)}{file.application.route_prefix.rstrip('/')}"

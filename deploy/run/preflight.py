@@ -8,7 +8,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -142,9 +142,6 @@ def check_cluster(config: AppConfig) -> Preflight:
                 "it or the replicas, or add nodes, unless the cluster adds them by itself.",
             )
     _hint_at_gpus(config, there.get("GPU", 0), "the cluster", found)
-    with suppress(ConfigError):
-        if (folder := model_here(config.model.source)) is not None:
-            found.tokenizer = Tokenizer.from_folder(folder, config.model.chat_template)
     return found
 
 
