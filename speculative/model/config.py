@@ -124,9 +124,10 @@ class ModelConfig:
         rotated_alike = all(kind.rope == self.rope for kind in self.kinds)
         return self.form == Form() and rotated_alike and 2 * len(self.rope.frequencies) == self.head_dim
 
-    def kind(self, layer: int) -> LayerKind:
-        """The kind of a layer."""
-        return self.kinds[layer] if self.kinds else LayerKind(self.rope)
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        return self.kinds or (LayerKind(self.rope),) * self.num_layers
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelConfig":
@@ -205,13 +206,12 @@ def windowed(
     model: ModelConfig, types: Sequence[str], window: int | None, ropes: Mapping[str, Rope] | None = None
 ) -> ModelConfig:
     """The model with a window in its sliding layers, and with the rotation of each type where there are several."""
-    kinds = [model.kind(layer) for layer in range(model.num_layers)]
     return model.with_kinds(
         LayerKind(
             kind.rope if ropes is None else ropes[layer_type],
             replace(kind.scores, window=window) if layer_type == SLIDING else kind.scores,
         )
-        for kind, layer_type in zip(kinds, types, strict=True)
+        for kind, layer_type in zip(model.layer_kinds, types, strict=True)
     )
 
 

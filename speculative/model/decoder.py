@@ -51,7 +51,7 @@ class Decoder(FusibleLayer):
         self.config, self.dtype, self.device = config, dtype, device
         self.kernels = choose_kernels(device) if kernels is None else kernels
         self.embedding = nan_parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        kinds = [config.kind(layer) for layer in range(config.num_layers)]
+        kinds = config.layer_kinds
         self.weights = Format() if weights is None else weights
         linear = self.weights.linear
         self.layers = nn.ModuleList(

@@ -36,8 +36,7 @@ def read(file: ConfigFile) -> ModelConfig:
     period = file.size("sliding_window_pattern", 4)
     types = file.layer_types([SLIDING if (layer + 1) % period else FULL for layer in range(model.num_layers)], SLIDING)
     model = windowed(model, types, file.window(4096, types))
-    kinds = [model.kind(layer) for layer in range(model.num_layers)]
-    return model.with_kinds(replace(kind, rope=kind.rope if kind.scores.window else None) for kind in kinds)
+    return model.with_kinds(replace(kind, rope=kind.rope if kind.scores.window else None) for kind in model.layer_kinds)
 '''
 
 

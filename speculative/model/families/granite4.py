@@ -16,4 +16,4 @@ def read(file: ConfigFile) -> ModelConfig:
     model = of_granite(file, intermediate_size=size, names=names)
     if file.choice("position_embedding_type", None, "rope", "nope", None) == "rope":
         return model
-    return model.with_kinds(LayerKind(None, model.kind(layer).scores) for layer in range(model.num_layers))
+    return model.with_kinds(LayerKind(None, kind.scores) for kind in model.layer_kinds)

@@ -30,7 +30,6 @@ def read(file: ConfigFile) -> ModelConfig:
     slides = file.flag("use_sliding_window") and file.get("sliding_window") is not None
     types = file.layer_types([FULL if one or not slides else SLIDING for one in rotated], SLIDING)
     model = windowed(model, types, file.window(None, types))
-    kinds = [model.kind(layer) for layer in range(model.num_layers)]
     return model.with_kinds(
-        replace(kind, rope=kind.rope if one else None) for kind, one in zip(kinds, rotated, strict=True)
+        replace(kind, rope=kind.rope if one else None) for kind, one in zip(model.layer_kinds, rotated, strict=True)
     )
