@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from speculative.config import EngineConfig, why_no_triton
+from speculative.config import EngineConfig
 from speculative.drafting.base import Drafter, NoDrafter
 from speculative.drafting.cpu_loop import FusedDraftLoop
 from speculative.drafting.draft_sampler import DraftSampler
@@ -62,6 +62,8 @@ class Assembly:
         self.device = next(decoder.parameters()).device
         use_device(self.device)
         if self.device.type == "cuda":
+            from speculative.gpu.triton_here import require_triton  # a CPU's engine loads nothing of speculative.gpu
+
             require_triton(self.device)
             torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new shape, of prompts above all
             # Else cuBLAS may add up parts of a product in 16 bits, by the size of the batch.
@@ -69,7 +71,7 @@ class Assembly:
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         if self.device.type == "cpu" or config.kv_cache_tokens is not None:
             config = config.on_cpu()
-        else:  # an engine on a CPU loads nothing of speculative.gpu
+        else:
             from speculative.gpu.memory import tokens_that_fit
 
             config = dataclasses.replace(config, kv_cache_tokens=tokens_that_fit(config, decoder, draft_model))
@@ -104,7 +106,10 @@ class Assembly:
         torch.set_num_threads(config.num_threads)
         model = ModelConfig.from_folder(folder)
         device = resolve_device(config.device)
-        require_triton(device)  # before minutes of loading
+        if device.type == "cuda":
+            from speculative.gpu.triton_here import require_triton
+
+            require_triton(device)  # before minutes of loading
         weights = load_weights(folder, config, device)
         return cls(weights.decoder, model, config, weights.fingerprint, make_constraint, weights.draft_model)
 
@@ -206,12 +211,3 @@ def resolve_device(name: str) -> torch.device:
             f"device {name!r}: this process sees {torch.cuda.device_count()} CUDA devices, counted from 0; use cuda."
         )
     return device
-
-
-def require_triton(device: torch.device) -> None:
-    """Refuse a GPU whose kernels cannot be compiled here. Raises ConfigError: why, and what to do."""
-    if device.type == "cuda" and (why := why_no_triton()):
-        raise ConfigError(
-            f"device {str(device)!r}: an engine computes on a GPU with Triton's kernels, of which there are none here: "
-            f"{why}, or set device to cpu (for a replica, num_gpus of its pool to 0)."
-        )

@@ -1,10 +1,6 @@
 """The engine's settings: frozen, and complete before anything runs."""
 
-import functools
-import importlib.util
-import logging
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -14,8 +10,6 @@ from speculative.draft_tree import rows_of_levels
 from speculative.drafters import read_options, registered
 from speculative.options import OptionError, Options, SomeOptions, option
 from speculative.weight_formats import FORMATS
-
-_log = logging.getLogger("truespec.config")
 
 CPU_CACHE_TOKENS = 16384  # of the KV cache, where nothing else is set
 
@@ -252,31 +246,6 @@ def models_folder(cache_dir: Path | None = None) -> Path:
 def kernels_folder() -> Path:
     """Return where the CPU kernels that were compiled for this machine are kept: `<cache>/kernels`."""
     return _cache_folder() / "kernels"
-
-
-def keep_triton_kernels() -> Path | None:
-    """Have Triton keep what it compiles in truespec's cache, unless TRITON_CACHE_DIR says where. None where that cannot
-    be written to: then Triton keeps it in the home folder."""
-    folder = Path(os.environ.get("TRITON_CACHE_DIR") or kernels_folder() / "triton")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(f"{folder} is read-only")
-    except OSError as error:
-        _log.warning("The GPU kernels cannot be kept in %s (%s): each start compiles them anew.", folder, error)
-        return None
-    os.environ["TRITON_CACHE_DIR"] = str(folder)
-    return folder
-
-
-@functools.cache
-def why_no_triton() -> str:
-    """Say why Triton's kernels cannot be used here, and what to do about it; "" = they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed; install it (pip install triton)"
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):  # as Triton looks for it
-        return "Triton finds no C compiler to compile its launchers with; install gcc, or set CC"
-    return ""
 
 
 def _cache_folder() -> Path:

@@ -22,10 +22,11 @@ from serve_app.http.access.access import read_token
 from serve_app.http.access.keys import read_keys
 from serve_app.referee.records.signatures import SigningKey
 from serve_app.text.tokenizer import Tokenizer
-from speculative.config import EngineConfig, why_no_triton
+from speculative.config import EngineConfig
 from speculative.drafting.draft_model import drafted_ids
 from speculative.drafting.weights import longest_sequence
 from speculative.errors import ConfigError, TruespecError
+from speculative.gpu.triton_here import why_no_triton
 from speculative.model.catalogue import Progress
 from speculative.model.config import ModelConfig
 from speculative.model.eagle3 import Eagle3Config

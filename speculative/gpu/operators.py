@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speculative.config import LogprobsMode, keep_triton_kernels
+from speculative.config import LogprobsMode
 from speculative.errors import ConfigError
 from speculative.gpu.filters import FindFloors
 from speculative.gpu.packed_attention import AttendPacked, SendPacked
@@ -14,6 +14,7 @@ from speculative.gpu.paged_attention import AttendPaged, AttentionSizes
 from speculative.gpu.row_drafts import SampleDrafts
 from speculative.gpu.row_edits import EditLogits
 from speculative.gpu.row_judge import RowJudge
+from speculative.gpu.triton_here import keep_triton_kernels
 from speculative.kernels.bindings import Kernels
 from speculative.kernels.chosen import ChosenKernels
 from speculative.model.attention import PreparePass

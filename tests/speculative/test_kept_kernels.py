@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from speculative.config import keep_triton_kernels
+from speculative.gpu.triton_here import keep_triton_kernels
 
 
 def test_kernels_are_kept_in_the_cache_unless_somebody_says_where(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from deploy.run.machine import Machine
 from deploy.run.preflight import check_machine
@@ -15,7 +16,6 @@ from serve_app.backends.torch_backend import TorchBackend
 from serve_app.config.files import parse_args
 from serve_app.http.page.status import StatusBook
 from serve_app.telemetry.metrics import PrometheusSink
-from speculative.config import why_no_triton
 from speculative.errors import ConfigError
 from speculative.kernels.library import cpu_kernels, find_kernels
 from tests.support.engines import settings
@@ -28,7 +28,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("PATH", "")
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
-    caches = (find_kernels, cpu_kernels, why_no_triton)
+    caches = (find_kernels, cpu_kernels)
     for cached in caches:
         cached.cache_clear()
     yield
@@ -60,9 +60,12 @@ async def test_a_replica_without_its_kernels_says_so(
         assert gauges["truespec_kernels_active"] == 0
 
 
+DEVICE = torch.device("cuda:1")
 NO_TRITON = {
-    "no compiler": "Triton finds no C compiler .* install gcc",
-    "no Triton": "the package triton is not installed; .*pip install",
+    "compiler": "Triton finds no C compiler .* install gcc",
+    "headers": r"Triton compiles its launchers with .*/Python\.h, which is not there; install .*python3\.\d+-dev",
+    "Triton": "the package triton is not installed; .*pip install",
+    "tensor cores": r"they need compute capability 8\.0, and Tesla T4 has 7\.5; .*CUDA_VISIBLE_DEVICES .* or vLLM",
 }
 
 
@@ -71,12 +74,16 @@ async def test_a_gpu_without_triton_is_refused(
     lacking: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the model is loaded, whose files are broken: by the check of a configuration and by a replica alike."""
-    if lacking == "no Triton":
-        monkeypatch.setattr("speculative.config.importlib.util.find_spec", lambda _: None)
-        request.addfinalizer(why_no_triton.cache_clear)
-        why_no_triton.cache_clear()
-    else:
+    if lacking == "Triton":
+        monkeypatch.setattr("speculative.gpu.triton_here.importlib.util.find_spec", lambda _: None)
+    elif lacking == "headers":
+        monkeypatch.setattr("sysconfig.get_path", lambda *_: str(tmp_path))
+    elif lacking == "compiler":
         request.getfixturevalue("no_compiler")
+    capabilities = [(9, 0), (7, 5) if lacking == "tensor cores" else (8, 0)]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda one: ("H200", "Tesla T4")[one == DEVICE or one])
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda one: capabilities[one == DEVICE or one])
     folder = write_tiny_model(tmp_path / "m", tokenizer=True)
     config = parse_args(
         {"model": {"source": str(folder)}, "topology": "monolith", "pools": {"monolith": {"num_gpus": 1}}}
@@ -85,6 +92,6 @@ async def test_a_gpu_without_triton_is_refused(
     assert re.search(rf"args\.pools\.monolith\.num_gpus: is above 0, .*{NO_TRITON[lacking]}.* or set it to 0", fault)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     (folder / "model.safetensors").write_bytes(b"")
-    refused = f"device 'cuda': .*{NO_TRITON[lacking]}.* or set device to cpu"
+    refused = f"device 'cuda:1': .*{NO_TRITON[lacking]}.* or set device to cpu"
     with pytest.raises(ConfigError, match=refused):
-        await TorchBackend(str(folder), "tiny", settings(device="cuda")).start()
+        await TorchBackend(str(folder), "tiny", settings(device="cuda:1")).start()
