@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams, Structure
 from speculative.state.token_constraint import Bools
+from speculative.stats import StepStats
 from tests.support.engines import Answer, assert_idle, take
 
 VOCABULARY = 64
@@ -42,6 +44,7 @@ EDITED = [
 
 MIXED = [wish for pair in zip(OTHER_WISHES, PLAIN, strict=True) for wish in pair]
 _LOGPROB_TOLERANCE = 1e-4  # attention sums in another order
+_EVIDENCE_TOLERANCE = 1e-3  # of sums over all rounds of a scene
 
 
 class Alternating:
@@ -73,6 +76,19 @@ def answers(
         take(found, engine.step())
     assert_idle(engine)
     return found
+
+
+def assert_same_evidence(found: StepStats, expected: StepStats) -> None:
+    """The same counts, and self-checks of as many terms, with the same sums but for the order they are added in."""
+    assert found.checks.keys() == expected.checks.keys()
+    for check, sums in found.checks.items():
+        other = expected.checks[check]
+        assert sums.num == other.num, f"{check}: {sums.num} terms for {other.num}"
+        assert astuple(sums) == pytest.approx(astuple(other), abs=_EVIDENCE_TOLERANCE), check
+    for name in set(StepStats.__slots__) - {"checks"}:
+        if not name.endswith("_s"):  # seconds
+            own, theirs = getattr(found, name), getattr(expected, name)
+            assert own == pytest.approx(theirs, abs=_EVIDENCE_TOLERANCE), name
 
 
 def assert_same(found: dict[str, Answer], expected: dict[str, Answer]) -> None:

@@ -3,17 +3,19 @@
 - A device tensor and a host tensor with dimensions may not meet in an operation.
 - What makes the host wait for the device is counted, by place; while a graph is captured it raises.
 - `torch.cuda.graph` records the operations of the Python that runs under it, once. A replay executes them again on the
-  same memory. Whatever another graph of the shared pool may have written over is garbage by then: a graph's temporaries
+  same memory. Whatever another graph of its pool may have written over is garbage by then: a graph's temporaries
   always, its results once an earlier graph was replayed.
 - Triton's launchers run as they are, up to the launch: a kernel takes tensors of the device, and launching it makes the
   host wait for nothing. The numbers are plain torch's, of one opaque operation. Where Triton does not interpret, a
   launch goes on to `JITFunction.run`, which `launches_compiled` has compile the kernel.
-- A pinned buffer is the host's again when an event behind its copy was waited for.
+- A buffer that is copied to or from without blocking is the host's again when an event behind its copy was waited for.
+  Until then what comes from the device is garbage, pinned or not, and what goes there may not change.
 - A stream works only once it has waited for what other streams were given before.
 
-It does not see numerics, 32-bit offsets, or memory.
+It does not see numerics, 32-bit offsets, or memory but that of graphs.
 """
 
+import itertools
 import sys
 import weakref
 from collections import Counter
@@ -68,6 +70,7 @@ _VIEWS = {
     *("flatten", "movedim", "_local_scalar_dense", "is_same_size", "contiguous", "chunk", "T", "numpy_T"),
 }
 _FUSED_ON_A_GPU = {"rms_norm"}
+_FILLED_EARLY = "a host buffer was filled again before its copy was done"
 
 
 class DeviceTensor(Tensor):
@@ -104,11 +107,22 @@ class _Recording:
     def __init__(self, device: "PretendedCuda") -> None:
         self._device = device
         self.number = 0
+        self.pool: Any = None
         self.num_nodes = 0
         self.operations: list[tuple[Callable[..., Any], Any, Any, list[tuple[Tensor, bool]]]] = []
         self.made: list[tuple[weakref.ref[DeviceTensor], Tensor]] = []
         self.temporaries: list[Tensor] = []
         self.results: list[Tensor] = []
+        self.own = dict[int, int]()  # bytes of what it allocated, by storage
+        self.most_bytes = 0  # of it at once
+
+    def hold(self, outputs: list[tuple[Tensor, bool]]) -> None:
+        """Count what an operation has just allocated beside what is still in use."""
+        new = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor, is_given in outputs if not is_given}
+        self.own |= new
+        self.made = [(wrapper, held) for wrapper, held in self.made if wrapper() is not None]
+        used = {_storage(held) for _, held in self.made} | new.keys()
+        self.most_bytes = max(self.most_bytes, sum(self.own.get(storage, 0) for storage in used))
 
     def end(self) -> None:
         """What somebody still holds is a result; the memory of the rest is the pool's again. Nothing has run yet."""
@@ -125,7 +139,8 @@ class _Recording:
         assert device.capturing is None, "a graph is replayed while another is captured"
         device.order()
         for other in device.graphs[self.number :]:
-            _spoil(other.results)
+            if other.pool == self.pool:
+                _spoil(other.results)
         with torch._C.DisableTorchFunction():
             for func, args, kwargs, outputs in self.operations:
                 for (tensor, is_given), computed in zip(outputs, _tensors(func(*args, **kwargs)), strict=True):
@@ -175,8 +190,10 @@ class PretendedCuda(TorchFunctionMode):
         self.streams = [_Stream()]  # the default one, and all that were made
         self.stream = self.streams[0]
         self._pinned: dict[int, Tensor] = {}
-        self.downloads: list[tuple[Tensor, Tensor]] = []  # on their way to pinned memory, which is garbage until then
+        self._pools = itertools.count(1)
+        self.downloads: list[tuple[Tensor, Tensor]] = []  # on their way to the host, where garbage is until then
         self.uploads: dict[int, tuple[Tensor, Tensor]] = {}  # from pinned memory, by address: it, and what was sent
+        self._sent_once: list[tuple[Tensor, Tensor]] = []  # from pinned memory to a new tensor
         self._in_launcher = False
         self._patches = ExitStack()
         self.clear()
@@ -233,7 +250,8 @@ class PretendedCuda(TorchFunctionMode):
             "torch.cuda.set_device": lambda device: None,
             "torch.cuda.get_device_capability": lambda *_: (9, 0),
             "torch.cuda.device": nullcontext,
-            "torch.cuda.graph_pool_handle": lambda: (0, 1),
+            "torch.cuda.synchronize": lambda *_: self.finish(self.downloads, [*self.uploads.values()]),
+            "torch.cuda.graph_pool_handle": lambda: (0, next(self._pools)),
             "torch.cuda.CUDAGraph": lambda: _Recording(self),
             "torch.cuda.graph": self._capture,
             "speculative.gpu.operators.GraphOperators.on": lambda *_: self._operators(),
@@ -337,9 +355,19 @@ class PretendedCuda(TorchFunctionMode):
 
         return self.kernels(triton_edit, torch_edit, logits, rows, edits, max_drafts)  # type: ignore[no-any-return]
 
+    @property
+    def pool_bytes(self) -> dict[Any, int]:
+        """Most of the device's memory that graphs have held, by pool: results of those before, and all of one."""
+        results, most = Counter[Any](), Counter[Any]()
+        for graph in self.graphs:
+            most[graph.pool] = max(most[graph.pool], results[graph.pool] + graph.most_bytes)
+            results[graph.pool] += sum(graph.own[storage] for storage in set(map(_storage, graph.results)))
+        return most
+
     @contextmanager
-    def _capture(self, graph: _Recording, **_: Any) -> Iterator[None]:
+    def _capture(self, graph: _Recording, pool: Any = None, **_: Any) -> Iterator[None]:
         assert self.capturing is None, "one capture at a time"
+        graph.pool = pool or (0, next(self._pools))  # as torch does
         for stream in self.streams:  # torch waits for all of them
             self.stream.wait_stream(stream)
         self.capturing, before = graph, self.num_launches
@@ -373,6 +401,8 @@ class PretendedCuda(TorchFunctionMode):
             is_async = kwargs.get("non_blocking", False) and args[0].data_ptr() in self._pinned
             if not is_async:
                 self._wait("upload from pageable memory")
+            else:
+                self._sent_once.append((args[0], args[0].clone()))
             _, dtype = _device_and_dtype(args, kwargs)
             return DeviceTensor(args[0].to(dtype or args[0].dtype, copy=True))
         if func in (torch.tensor, torch.as_tensor):
@@ -417,25 +447,32 @@ class PretendedCuda(TorchFunctionMode):
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, launches: int) -> None:
         self.order()
         self.num_launches += launches
-        if self.capturing is not None and not self._in_launcher:
-            given = {_storage(tensor) for tensor in _tensors((args, kwargs))}
-            outputs = [(tensor, _storage(tensor) in given) for tensor in _tensors(out)]
+        if self.capturing is None:
+            return
+        given = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        outputs = [(tensor, _storage(tensor) in given) for tensor in _tensors(out)]
+        self.capturing.hold(outputs)
+        if not self._in_launcher:
             self.capturing.operations.append((func, args, kwargs, outputs))
 
     def _copy(self, name: str, args: Any, kwargs: Any) -> Tensor:
         self.order()
         if name == "cpu":
             return args[0].held.clone()  # type: ignore[no-any-return]
-        if not isinstance(args[0], DeviceTensor) and self._is_async(args[0], kwargs):
-            self.downloads.append((args[0], args[1].held.clone()))
-            _spoil([args[0]])
-            return args[0]  # type: ignore[no-any-return]
+        if not isinstance(args[0], DeviceTensor) and kwargs.get("non_blocking", False):
+            return self._download(args[0], args[1].held.clone())
         _held(args[0]).copy_(_held(args[1]))
         if isinstance(args[0], DeviceTensor) and self._is_async(args[1], kwargs):
             host = args[1].data_ptr()
             assert host not in self.uploads, "a host buffer is sent again, and nobody waited for its last copy"
             self.uploads[host] = (args[1], args[1].clone())
         return args[0]  # type: ignore[no-any-return]
+
+    def _download(self, host: Tensor, copied: Tensor) -> Tensor:
+        """Begin a copy to the host."""
+        self.downloads.append((host, copied))
+        _spoil([host])
+        return host
 
     def _opaque(self, function: Callable[..., Any], *args: Any) -> Any:
         held = _held(list(args))
@@ -450,6 +487,10 @@ class PretendedCuda(TorchFunctionMode):
         if not isinstance(tensor, DeviceTensor):  # `host.type_as(device tensor)`
             return self._make(torch.Tensor.to, (tensor, device, dtype), {})  # type: ignore[no-any-return]
         if device is not None and device.type == "cpu":
+            if kwargs.get("non_blocking", False) or any(one is True for one in args[1:]):
+                self.order()
+                copied = tensor.held.to(dtype or tensor.dtype, copy=True)
+                return self._download(torch.empty_like(copied), copied)  # which torch pins
             self._wait("copy to the host")
             return tensor.held.to(dtype or tensor.dtype, copy=True)
         if dtype is None or dtype == tensor.dtype:
@@ -473,6 +514,7 @@ class PretendedCuda(TorchFunctionMode):
         if self.capturing is not None:
             raise RuntimeError(f"operation not permitted when stream is capturing: {what} in {where}")
         self.waits[what, where] += 1
+        self._check_sent()
 
     def _check_devices(self, name: str, args: Any, kwargs: Any) -> None:
         on_host = [t for t in _tensors((args, kwargs)) if not isinstance(t, DeviceTensor)]
@@ -516,15 +558,21 @@ class PretendedCuda(TorchFunctionMode):
     def _is_async(self, host: Tensor, kwargs: Any) -> bool:
         return bool(kwargs.get("non_blocking", False)) and host.data_ptr() in self._pinned
 
+    def _check_sent(self) -> None:
+        with torch._C.DisableTorchFunction():
+            sent, self._sent_once = self._sent_once, []
+            assert all(map(torch.equal, *zip(*sent, strict=True))) if sent else True, _FILLED_EARLY
+
     def finish(self, downloads: list[tuple[Tensor, Tensor]], uploads: list[tuple[Tensor, Tensor]]) -> None:
         """The host waits for copies to and from pinned memory."""
         for host, sent in uploads:
             if self.uploads.get(host.data_ptr(), (None, None))[1] is not sent:
                 continue  # somebody waited for it before
             with torch._C.DisableTorchFunction():
-                assert torch.equal(host, sent), "a host buffer was filled again before its copy was done"
+                assert torch.equal(host, sent), _FILLED_EARLY
             del self.uploads[host.data_ptr()]
         unfinished = [one for one in self.downloads if any(one is other for other in downloads)]
+        self._check_sent()
         if unfinished:
             self._wait("late copy")
         for host, copied in unfinished:

@@ -5,10 +5,13 @@ import gc
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,12 +21,19 @@ from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.drafting.weights import load_weights
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError
+from speculative.gpu import verify_graph
+from speculative.gpu.memory import graph_bytes
 from speculative.gpu.operators import GraphOperators
+from speculative.gpu.paged_attention import AttentionSizes
+from speculative.gpu.prompt_graph import prompt_sizes
+from speculative.gpu.staged_inputs import Field
 from speculative.kernels import chosen
 from speculative.model.attention import prepare_by
 from speculative.model.formats.fp8 import Fp8, Fp8Linear
 from speculative.request import Request, SamplingParams
+from speculative.sampling.verification import VerifyOutput
 from speculative.state.batch import Entry
+from speculative.step.host_copy import Verdicts
 from tests.support.engines import (
     Answer,
     assert_idle,
@@ -36,9 +46,18 @@ from tests.support.engines import (
     texts,
     tiny_engine,
 )
-from tests.support.graph_scenes import EDITED, PLAIN, PROMPTS, Alternating, add_all, answers, assert_same
+from tests.support.graph_scenes import (
+    EDITED,
+    PLAIN,
+    PROMPTS,
+    Alternating,
+    add_all,
+    answers,
+    assert_same,
+    assert_same_evidence,
+)
 from tests.support.graph_scenes import MIXED as ALL_WISHES
-from tests.support.pretended_cuda import PretendedCuda
+from tests.support.pretended_cuda import GARBAGE_ID, PretendedCuda
 from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import write_tiny_model
 from tests.support.triton_interpreter import needs_triton
@@ -54,20 +73,30 @@ Scene = Callable[[Load], dict[str, Answer]]
 @pytest.fixture
 def load(target: Path) -> Load:
     def load(**changes: Any) -> EngineCore:
-        config = settings(**{"max_num_seqs": 4, **changes})
+        config = settings(**{"max_num_seqs": 4, "self_check_sample_rate": 1.0, **changes})
         return load_engine(target, config, make_constraint=lambda _: Alternating())
 
     return load
 
 
 def on_both(
-    scene: Scene, load: Load, *, capture_beforehand: bool = False
+    scene: Scene, load: Load, *, capture_beforehand: bool = False, by_the_clock: bool = False
 ) -> tuple[dict[str, Answer], dict[str, Answer]]:
-    """What a scene gives on the pretended device, and on the CPU."""
-    expected = scene(load)
+    """What a scene gives on the pretended device, and on the CPU; it is the same evidence, but by_the_clock."""
+    made: dict[str, list[EngineCore]] = {"cpu": [], "cuda": []}
+
+    def load_on(place: str, **changes: Any) -> EngineCore:
+        made[place].append(load(device=place, **changes))
+        return made[place][-1]
+
+    expected = scene(partial(load_on, "cpu"))
     with PretendedCuda(capture_beforehand=capture_beforehand) as device:
-        found = scene(lambda **changes: load(device="cuda", **changes))
+        found = scene(partial(load_on, "cuda"))
         assert device.num_replays > 5
+        assert len(device.pool_bytes) <= 2 * len(made["cuda"]), "one for an engine, and one for its next weights"
+    for own, other in zip(made["cuda"], made["cpu"], strict=True):
+        if not by_the_clock:
+            assert_same_evidence(own.take_stats(), other.take_stats())
     return found, expected
 
 
@@ -79,7 +108,7 @@ def test_every_drafter_with_plain_requests_all_others_and_those_that_change_logi
     load: Load, drafters: dict[str, DrafterConfig], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def scene(load: Load) -> dict[str, Answer]:
-        engine = load(drafter=drafters[name], self_check_sample_rate=1.0, max_num_seqs=7)
+        engine = load(drafter=drafters[name], max_num_seqs=7)
         found = answers(engine, SHORT)
         add_all(engine, MIXED, prefix="mixed")
         found |= run(engine)
@@ -115,7 +144,7 @@ def test_fp8_weights(
             chosen = GraphOperators.on
             as_on_the_cpu = {"prepare": lambda *_: prepare_by(None)}
             patch.setattr(GraphOperators, "on", lambda *given: replace(chosen(*given), **as_on_the_cpu))
-            engine = load(drafter=drafters[name], quantization="fp8", self_check_sample_rate=1.0, cuda_graphs=True)
+            engine = load(drafter=drafters[name], quantization="fp8", cuda_graphs=True)
             linears = [one for one in decoder_of(engine).modules() if isinstance(one, Fp8Linear)]
             assert len(linears) == 4 * engine.model.num_layers
             found = answers(engine, SHORT)
@@ -170,7 +199,8 @@ def test_drafts_of_varying_length_and_drafts_that_are_not_sampled(
     greedy = [dataclasses.replace(one, temperature=0) for one in SHORT]  # whatever the clock makes of the lengths
     params = greedy if "length" in changes else SHORT
     drafter = dataclasses.replace(drafters[name], **changes)
-    found, expected = on_both(lambda load: answers(load(drafter=drafter), params), load)
+    dynamic = "length" in changes
+    found, expected = on_both(lambda load: answers(load(drafter=drafter), params), load, by_the_clock=dynamic)
     assert texts(found) == texts(expected)
 
 
@@ -293,6 +323,65 @@ def test_nothing_is_captured_while_requests_are_served(
             assert serve([*SHORT, *MIXED[::2]]) == 0
 
 
+# -- faults that the device has to find -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["", "padding counts", "everybody counts"])
+def test_evidence_that_is_inflated_is_found(load: Load, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = verify_graph._fields
+    if fault == "padding counts":
+        monkeypatch.setattr(
+            verify_graph,
+            "_fields",
+            lambda bucket, size: (
+                fields(bucket, size)
+                | {"counted": Field((bucket.num_seqs,), torch.bool, 1), "greedy": Field((bucket.num_rows,), torch.bool)}
+            ),
+        )
+
+    def scene(load: Load) -> dict[str, Answer]:
+        engine = load()
+        if fault == "everybody counts" and engine.parts.graphs is not None:
+            monkeypatch.setattr(engine.self_check, "counted", lambda entries, checked=True: np.full(len(entries), True))
+        for index in range(3):
+            engine.add(Request(f"r{index}", PROMPTS[2], SHORT[1], seed=index % 2))
+        return run(engine)
+
+    with pytest.raises(AssertionError, match="terms for") if fault else nullcontext():
+        on_both(scene, load)
+
+
+@pytest.mark.parametrize("to", [torch.zeros(3), None])
+def test_a_copy_that_nobody_waited_for_is_garbage(to: Tensor | None) -> None:
+    with PretendedCuda():
+        source = torch.arange(3.0).to("cuda")
+        copied = source.to("cpu", non_blocking=True) if to is None else to.copy_(source, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(source.device))
+        assert copied.isnan().all()
+        done.synchronize()
+        assert copied.tolist() == [0, 1, 2]
+        sent = torch.zeros(3, pin_memory=True)
+        on_device = sent.to("cuda", non_blocking=True)
+        sent[0] = 1
+        with pytest.raises(AssertionError, match="filled again before its copy was done"):
+            on_device.cpu()
+
+
+def test_eager_results_that_are_read_before_they_came_are_found(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list[Verdicts]()
+
+    def read_at_once(verified: VerifyOutput, probs: Any) -> Verdicts:
+        read = [one.to("cpu", non_blocking=True).numpy() for one in (verified.num_accepted, verified.token_ids)]
+        found.append(Verdicts(read[0], read[1], 0.0))
+        return found[-1]
+
+    monkeypatch.setattr("speculative.step.sampler.copy_to_host", read_at_once)
+    with PretendedCuda(), pytest.raises(IndexError):
+        answers(load(device="cuda", cuda_graphs=False), SHORT)
+    assert (found[0].token_ids == GARBAGE_ID).all()
+
+
 # -- memory ---------------------------------------------------------------------------------------------------------
 
 
@@ -323,6 +412,24 @@ def test_a_switch_frees_the_old_graphs_and_the_old_drafters_cache_first(
         finally:
             gc.enable()
     assert alive and not any(alive)
+
+
+@pytest.mark.parametrize("fault", ["", "a pool for every graph"])
+@pytest.mark.parametrize("name", ["ngram", "draft_model", "eagle3"])
+def test_graphs_hold_less_memory_than_is_estimated(
+    load: Load, drafters: dict[str, DrafterConfig], name: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with PretendedCuda(capture_beforehand=True) as device:
+        if fault:
+            monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, **_: device._capture(graph))
+        engine = load(device="cuda", drafter=drafters[name])
+        assert engine.parts.graphs is not None
+        buckets, model = engine.parts.graphs.buckets, getattr(engine.drafter, "model", None)
+        sizes = AttentionSizes(4, buckets.largest.num_queries, engine.max_model_len // 4)
+        estimate = graph_bytes(
+            decoder_of(engine), buckets, sizes, model, prompt_sizes(engine.config.max_batched_tokens)
+        )
+        assert (estimate / 2 < sum(device.pool_bytes.values()) < estimate) == (not fault)
 
 
 def test_memory_that_the_allocator_keeps_is_not_taken(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
