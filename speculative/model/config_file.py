@@ -174,9 +174,11 @@ class ConfigFile:
         quantization = self.content.get("quantization_config")
         if quantization is not None and format_stated(quantization) is None:
             known = ", ".join(one.scheme for one in FORMATS.values() if one.scheme)
+            by = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
             raise UnsupportedModel(
-                f"config.json: `quantization_config` is {brief(quantization)}, and only {known} is known here; take "
-                f"the checkpoint that it was made of, or {FIX}."
+                f"config.json: the weights are quantized by {by or 'an unknown method'} (`quantization_config`: "
+                f"{brief(quantization)}), and our engine reads {known} alone; take the checkpoint that this one was "
+                f"made of, or {FIX}."
             )
 
 

@@ -32,6 +32,7 @@ from speculative.weight_formats import FORMATS, format_wanted
 
 _logger = logging.getLogger("truespec.model")
 
+_OTHERS = "take the checkpoint that this one was made of, or `engine.kind: vllm`"
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 _NOT_HAD = {  # a gated model's error is one of a missing model, too
     GatedRepoError: "its licence has to be accepted there, by the owner of the token in HF_TOKEN",
@@ -134,6 +135,8 @@ def _read_into(decoder: Decoder, folder: Path, files: Iterable[Path]) -> None:
             continue
         require_finite(path, name, tensor)
         slot = EMBEDDING if name == LM_HEAD and decoder.config.tie_word_embeddings else name
+        if name.endswith((".qweight", ".qzeros", ".g_idx")):  # an older one, whose config.json says nothing
+            raise UnsupportedModel(f"{path}: {name} is of weights quantized by GPTQ or AWQ; {_OTHERS}.")
         if slot not in slots:
             raise ConfigError(f"{path}: unexpected tensor {name}; config.json and the weights do not belong together.")
         parts, rounded = {slot: tensor}, decoder.weights.rounded
@@ -255,8 +258,7 @@ def _fill(path: Path, name: str, slot: Tensor, tensor: Tensor) -> None:
     is_plain = tensor.is_floating_point() and tensor.element_size() > 1
     if not is_plain and tensor.dtype != slot.dtype:
         raise UnsupportedModel(
-            f"{path}: tensor {name} is {tensor.dtype}: of quantized weights, only FP8 ones are read, on a GPU; take "
-            "the checkpoint that this one was made of, or `engine.kind: vllm`."
+            f"{path}: tensor {name} is {tensor.dtype}: of quantized weights, FP8 alone is read, on a GPU; {_OTHERS}."
         )
     slot.copy_(tensor)
 

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from click.testing import CliRunner
+from safetensors.torch import save_file
 
 from deploy.cli.application import ServeTarget, application_of
 from deploy.cli.console import CONFIGS
@@ -194,3 +196,34 @@ def test_flags_of_vllm_change_what_a_model_or_a_file_sets(
 def test_a_flag_that_is_not_taken_says_where_its_setting_is(line: str, says: str) -> None:
     assert says in refused("config", "show", *line.split())
     assert says in refused("serve", *line.split())
+
+
+@pytest.mark.parametrize(
+    ("stated", "line", "says"),
+    [
+        (None, "--gpus 1 --quantization fp8", "fine"),
+        (None, "--gpus 0 -q fp8", "--quantization (engine.quantization): fp8 is not to be had here: FP8 products"),
+        (None, "--gpus 1 -q w4a8", "; take quantization: auto or fp8"),
+        (None, "--gpus 1 -q awq", "--quantization awq: truespec's engine has auto, float32, bfloat16, w4a8, fp8."),
+        *(
+            ({"quant_method": method, "bits": 4}, f"--gpus {gpus}", f"are quantized by {method} (`quantization_config`")
+            for method, gpus in (("awq", 0), ("awq", 1), ("gptq", 1), ("bitsandbytes", 1))
+        ),
+        (".self_attn.q_proj.qweight", "--gpus 1", "q_proj.qweight is of weights quantized by GPTQ or AWQ; take"),
+    ],
+)
+def test_forms_of_weights_are_taken_or_refused_before_anything_starts(
+    stated: dict[str, object] | str | None, line: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the engine that has them, where ours has not."""
+    monkeypatch.setattr(Machine, "here", lambda: Machine(8, 2**34, (2**34,)))
+    folder = write_tiny_model(tmp_path / "m", tokenizer=True)
+    if isinstance(stated, dict):
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": stated}))
+    elif stated:
+        save_file({f"model.layers.0{stated}": torch.zeros(4, 4, dtype=torch.int32)}, folder / "model.safetensors")
+    found = CliRunner().invoke(main, ["config", "check", str(folder), *line.split()])
+    said = " ".join(found.output.split())
+    assert says in said and (found.exit_code == 0) == (says == "fine")
+    assert stated is None or "engine.kind: vllm" in said
