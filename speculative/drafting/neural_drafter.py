@@ -251,13 +251,13 @@ class ModelDrafter(Drafter):
                 state = self._state(entry.sequence)
                 state.features.append((entry.sequence.num_computed, features[begin:end]))
 
-    def observe_in_buffer(self, batch: Batch, step_input: StepInput, rows: Int64s) -> None:
-        """Take in features that lie in the buffer: those of the step's packed rows in `rows` [N]."""
+    def observe_in_buffer(self, batch: Batch, step_input: StepInput) -> None:
+        """Take in features that lie in the buffer, row by row those of the step's packed rows."""
         if self.catch_up is None or not self.capture:
             return
         starts, version = step_input.row_starts, self.catch_up.buffer.version
         counts = (starts[1:] - starts[:-1]).tolist()
-        for entry, row, count in zip(batch.entries, rows[starts[:-1]].tolist(), counts, strict=True):
+        for entry, row, count in zip(batch.entries, starts[:-1].tolist(), counts, strict=True):
             if _drafts_for(entry.sequence):
                 state = self._state(entry.sequence)
                 state.in_buffer = _Span(entry.sequence.num_computed, row, count, version)

@@ -1,6 +1,6 @@
 """The shapes that are captured: every step is padded to one of them."""
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,8 +15,15 @@ _CHEAP_ROWS = 128
 and 300 on an H100, and a matrix product computes tiles of 128 rows anyway."""
 
 
+class PackedBucket(NamedTuple):
+    """A captured shape of packed rows: sequences, and rows of all of them together."""
+
+    num_seqs: int
+    num_rows: int
+
+
 class Bucket(NamedTuple):
-    """A captured shape: sequences, and rows of each."""
+    """A captured shape of padded rows: sequences, and rows of each."""
 
     num_seqs: int
     num_queries: int
@@ -31,7 +38,7 @@ class Bucket(NamedTuple):
 class Buckets:
     """All shapes of one engine: batch sizes and query lengths, each ascending.
 
-    cheap_rows: batch sizes whose longest rows are no more than this have the shortest and the longest length only.
+    cheap_rows: of shapes with no more rows than this, a batch size has the smallest and the largest only.
     most_made: the most drafts that a model makes for a sequence; passages that are repeated may be longer.
     """
 
@@ -69,13 +76,19 @@ class Buckets:
         lengths = self._lengths(size)
         return Bucket(size, lengths[bisect_left(lengths, num_queries)])
 
-    def fit_rows(self, num_seqs: int, num_rows: int) -> Bucket | None:
+    def fit_rows(self, num_seqs: int, num_rows: int) -> PackedBucket | None:
         """The smallest shape for packed rows: a sequence that is padding has one row of its own."""
         seqs = bisect_left(self.batch_sizes, num_seqs)
         if seqs == len(self.batch_sizes):
             return None
         size = self.batch_sizes[seqs]
-        return self.fit(size, -(-(num_rows + size - num_seqs) // size))
+        counts = self._row_counts(size)
+        return PackedBucket(size, counts[bisect_left(counts, num_rows + size - num_seqs)])
+
+    @property
+    def packed(self) -> tuple[PackedBucket, ...]:
+        """The shapes for packed rows, largest first."""
+        return tuple(PackedBucket(size, n) for size in reversed(self.batch_sizes) for n in self._row_counts(size)[::-1])
 
     @property
     def largest(self) -> Bucket:
@@ -85,6 +98,13 @@ class Buckets:
     def __iter__(self) -> Iterator[Bucket]:
         """Largest first, so that smaller captures reuse the memory of larger ones."""
         return (Bucket(size, q) for size in reversed(self.batch_sizes) for q in reversed(self._lengths(size)))
+
+    def _row_counts(self, num_seqs: int) -> tuple[int, ...]:
+        """Ascending; where few of many sequences draft, in smaller steps than whole rows of all."""
+        most = num_seqs * self.query_lengths[-1]
+        counts = {num_seqs * length for length in self.query_lengths} | {num_seqs * 5 // 4, num_seqs * 3 // 2}
+        least, *others = sorted(count for count in counts if count <= most)
+        return (least, *others[max(0, bisect_right(others, self.cheap_rows) - 1) :])
 
     def _lengths(self, num_seqs: int) -> tuple[int, ...]:
         lengths = self.query_lengths

@@ -99,7 +99,8 @@ class GraphStep:
         attend = operators.attend(sizes)
         use_layer_ops(decoder, operators.layers)
         paged = PagedCache(cache, room, attend)
-        target = TargetPass(decoder, paged, self.buffers, drafter.capture, self.capturer)
+        most_rows = self.buckets.query_lengths[-1]
+        target = TargetPass(decoder, paged, self.buffers, drafter.capture, most_rows, self.capturer)
         prompts = PromptPass(
             decoder, cache, room, operators.attend_packed, drafter.capture, self._prompt_sizes, self.capturer
         )
@@ -178,14 +179,13 @@ class GraphStep:
             parts = [Batch(batch.entries[begin : begin + most]) for begin in range(0, len(batch.entries), most)]
             return merge_outcomes([self.verify(part, self.draft(part)) for part in parts], range(len(batch.entries)))
         step_input = build_step_input(batch.entries, drafts.counts, drafts.token_ids, self._config.block_size)
-        bucket = self.buckets.fit(len(batch.entries), int(drafts.counts.max()) + 1)
-        rows_bucket = self.buckets.fit_rows(len(batch.entries), len(step_input.verify_rows))
-        assert bucket is not None and rows_bucket is not None, "every batch that is taken fits"
+        bucket = self.buckets.fit_rows(len(batch.entries), len(step_input.input_ids))
+        assert bucket is not None, "every batch that is taken fits"
         sources = None
         if drafts.rows is not None:
             sources = np.full(len(step_input.input_ids), -1, np.int64)
             sources[step_input.verify_rows[step_input.offsets > 0]] = drafts.rows
-        places = self.runner.target.run(bucket, step_input, sources)
+        self.runner.target.run(bucket, step_input, sources)
         requests = self._requests.of(batch.entries)
         sampler, self_check = self._checked.sampler, self._checked.self_check
         checked, edits = self_check.due(), None
@@ -203,16 +203,15 @@ class GraphStep:
         rows = JudgedRows(
             step_input,
             requests,
-            places.on_host[step_input.verify_rows],
             drafts.rows,
             counted=self_check.counted(batch.entries, checked=checked),
             coupled=sampler.coupled(step_input),
             checked=checked,
             edits=edits,
         )
-        read = self.judge.launch(rows_bucket, rows)
+        read = self.judge.launch(bucket, rows)
         if self._neural is not None:  # while the device works
-            self._neural.observe_in_buffer(batch, step_input, places.on_host)
+            self._neural.observe_in_buffer(batch, step_input)
         judged = read()
         known = _with_drafts(step_input, judged.draft_ids)
         results = results_per_entry(known, judged.verdicts, judged.logprobs)
@@ -228,9 +227,9 @@ class GraphStep:
     def capture_all(self) -> int:
         """Capture all that decoding will ask for, so that no request waits for it; how many graphs there are."""
         self.runner.prompts.capture_all()
-        for bucket in self.buckets:
-            self.runner.target.prepare(bucket)
-            self.judge.prepare(bucket)
+        for packed in self.buckets.packed:
+            self.runner.target.prepare(packed)
+            self.judge.prepare(packed)
         if self.loop is not None and self._catch_up is not None:
             for bucket in self.buckets:
                 self._catch_up.prepare(bucket)

@@ -34,12 +34,12 @@ def graph_bytes(
     needed += sizes.workspace_bytes(num_rows, model.num_heads, model.head_dim)
     num_features = 0 if draft_model is None else draft_model.num_features
     needed += prompts[-1] * (model.hidden_size + num_features) * decoder.dtype.itemsize
-    num_tables = sum(bucket.num_seqs for bucket in buckets) + len(prompts) * MOST_SEQUENCES
+    num_tables = sum(bucket.num_seqs for bucket in buckets.packed) + len(prompts) * MOST_SEQUENCES
     if draft_model is not None:
         width = vocab_size if draft_model.ids is None else len(draft_model.ids)
         # Drafts are sampled from the LM head's output, with a few numbers of each block of it.
         needed += num_seqs * width * (4 * buckets.most_made + decoder.dtype.itemsize + 1)
-        num_tables = 2 * num_tables + sum(bucket.num_seqs for bucket in buckets.of_drafts(varying=True))
+        num_tables += sum(bucket.num_seqs for own in (buckets, buckets.of_drafts(varying=True)) for bucket in own)
     return needed + num_tables * sizes.max_blocks * 8
 
 

@@ -1,17 +1,18 @@
-"""From a step's packed rows to B x Q padded ones, on the host."""
+"""Rows of a step as captured passes read them: packed, or padded to B x Q; filled on the host."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from operator import is_not
+from typing import Any
 
 import numpy as np
 import torch
 
-from speculative.gpu.buckets import Bucket
+from speculative.gpu.buckets import Bucket, PackedBucket
 from speculative.gpu.paged_attention import AttendPaged, KernelAttention, PagedRows
 from speculative.gpu.staged_inputs import Array, Field
-from speculative.state.batch import Int64s
+from speculative.state.batch import Int64s, StepInput
 from speculative.state.kv_cache import KVCache
 from speculative.state.sequence import Sequence
 
@@ -38,16 +39,20 @@ class PagedCache:
         return KernelAttention(self.cache, rows.slots, rows, self.attend)
 
 
-def row_fields(bucket: Bucket, room: CacheRoom) -> dict[str, Field]:
-    """The fields that `fill_rows` fills and `paged_rows` reads. blocks: a column a sequence, sent as far as it is used:
-    contexts are far shorter than the longest possible one."""
-    shape = (bucket.num_seqs, bucket.num_queries)
-    return {
+def row_fields(bucket: Bucket | PackedBucket, room: CacheRoom) -> dict[str, Field]:
+    """The fields that `fill_rows` or `fill_packed` fills and `paged_rows` reads. blocks: a column a sequence, sent as
+    far as it is used: contexts are far shorter than the longest possible one. starts: where packed rows of sequences
+    begin, which may have several."""
+    shape = (bucket.num_rows,) if isinstance(bucket, PackedBucket) else (bucket.num_seqs, bucket.num_queries)
+    fields = {
         "positions": Field(shape),
         "visible": Field(shape),
         "slots": Field(shape, padding=room.trash_block * room.block_size),
         "blocks": Field((room.max_blocks, bucket.num_seqs), torch.int32, in_part=True),
     }
+    if isinstance(bucket, PackedBucket) and bucket.num_rows > bucket.num_seqs:
+        fields["starts"] = Field((bucket.num_seqs + 1,), torch.int32)
+    return fields
 
 
 class BlockTables:
@@ -87,21 +92,40 @@ def fill_rows(
     Returns:
         How many rows of "blocks" are to be sent, and where the packed rows lie among the padded ones.
     """
-    size, num_queries = room.block_size, host["positions"].shape[1]
-    most = -(-int((starts + counts).max()) // size)
-    host["blocks"][:most, : len(counts)] = columns[:most]
+    num_queries = host["positions"].shape[1]
     owners, offsets = (np.arange(num_queries) < counts[:, None]).nonzero()
-    positions = starts[owners] + offsets
-    blocks, rest = np.divmod(positions, size)
-    host["positions"][owners, offsets] = positions
-    host["visible"][owners, offsets] = positions + 1
-    host["slots"][owners, offsets] = columns[blocks, owners].astype(np.int64) * size + rest
+    most = _write_rows(host, columns, owners, starts[owners] + offsets, (owners, offsets), room)
     return most, owners * num_queries + offsets
 
 
-def paged_rows(on_device: Mapping[str, torch.Tensor], first: int = 0) -> PagedRows:
-    """Return what attention reads of the fields; positions below `first` do not exist."""
-    return PagedRows(on_device["slots"].view(-1), on_device["visible"].view(-1), block_tables(on_device), first)
+def fill_packed(host: Mapping[str, Array], columns: Array, step_input: StepInput, room: CacheRoom) -> int:
+    """Write a step's rows one after another; return how many rows of "blocks" are to be sent."""
+    row_starts, positions = step_input.row_starts, step_input.positions
+    owners = np.repeat(np.arange(len(row_starts) - 1), row_starts[1:] - row_starts[:-1])
+    if "starts" in host:
+        host["starts"][: len(row_starts)] = row_starts
+        host["starts"][len(row_starts) :] = row_starts[-1]
+    return _write_rows(host, columns, owners, positions, slice(len(positions)), room)
+
+
+def _write_rows(
+    host: Mapping[str, Array], columns: Array, owners: Int64s, positions: Int64s, where: Any, room: CacheRoom
+) -> int:
+    """Write rows of the sequences `owners` to the places `where`; return how many rows of "blocks" they use."""
+    blocks, rest = np.divmod(positions, room.block_size)
+    most = int(blocks.max(initial=-1)) + 1
+    host["blocks"][:most, : columns.shape[1]] = columns[:most]
+    host["positions"][where] = positions
+    host["visible"][where] = positions + 1
+    host["slots"][where] = columns[blocks, owners].astype(np.int64) * room.block_size + rest
+    return most
+
+
+def paged_rows(on_device: Mapping[str, torch.Tensor], first: int = 0, most_rows: int = 1) -> PagedRows:
+    """Return what attention reads of the fields; positions below `first` do not exist, and of packed rows a sequence
+    has no more than `most_rows`."""
+    rows = (on_device["slots"].view(-1), on_device["visible"].view(-1), block_tables(on_device))
+    return PagedRows(*rows, first, on_device.get("starts"), most_rows)
 
 
 def block_tables(on_device: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Causal attention of a few new positions of each sequence over the paged KV cache: fixed shapes, no host in between.
 
-Every sequence has the same number of rows, Q; rows that stand for nothing see nothing and give zeros. A row's result
-depends on its own query and on what it sees, never on its neighbours, on B, or on Q.
+Every sequence has Q rows, or rows are packed; those that stand for nothing see nothing and give zeros. A row's result
+depends on its own query, on what it sees, and on how many rows its sequence has; never on its neighbours or on B.
 """
 
 from collections.abc import Callable
@@ -23,30 +23,34 @@ _MOST_PARTS = 32
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """Slots and contexts of the rows of B sequences with Q rows each. All int64 on the cache's device.
+    """Slots and contexts of the rows of B sequences. On the cache's device, int64 but for `starts`.
 
-    slots: [B * Q] where each row's key and value go; rows that stand for nothing go to the trash block.
-    visible: [B * Q] a row sees the positions below this of its sequence; 0 = it stands for nothing.
+    slots: [N] where each row's key and value go; rows that stand for nothing go to the trash block.
+    visible: [N] a row sees the positions below this of its sequence; 0 = it stands for nothing.
     blocks: [B, M] the blocks of each sequence; anything valid behind the last one.
     first: positions below it do not exist.
+    starts: [B + 1] int32, where each sequence's packed rows begin, and the last one's end; None = each has N / B.
+    most_rows: of a sequence, where they are packed.
     """
 
     slots: Tensor
     visible: Tensor
     blocks: Tensor
     first: int = 0
+    starts: Tensor | None = None
+    most_rows: int = 1
 
     @property
     def num_queries(self) -> int:
-        """Q."""
-        return self.visible.shape[0] // self.blocks.shape[0]
+        """The most rows of a sequence; Q, where all have as many."""
+        return self.visible.shape[0] // self.blocks.shape[0] if self.starts is None else self.most_rows
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSizes:
     """Sizes that a kernel is compiled for, the same for all batches of an engine.
 
-    block_size: tokens a block. max_queries: the largest Q. max_blocks: M.
+    block_size: tokens a block. max_queries: the most rows of a sequence. max_blocks: M.
     """
 
     block_size: int
@@ -64,7 +68,7 @@ class AttentionSizes:
 
 
 AttendPaged = Callable[[Tensor, Tensor, Tensor, PagedRows, ScoreRule], Tensor]
-"""query [B * Q, num_heads, head_dim], a layer's keys and values [num_slots, num_kv_heads, head_dim] -> as query."""
+"""query [N, num_heads, head_dim], a layer's keys and values [num_slots, num_kv_heads, head_dim] -> as query."""
 
 
 Rows = TypeVar("Rows")

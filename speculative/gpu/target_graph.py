@@ -1,15 +1,13 @@
-"""The target's forward pass over padded rows, captured; and the runner that uses it wherever a step fits."""
-
-from typing import NamedTuple
+"""The target's forward pass over packed rows, captured; and the runner that uses it wherever a step fits."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.gpu.buckets import Bucket, Buckets
+from speculative.gpu.buckets import Buckets, PackedBucket
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Captured, Capturer
-from speculative.gpu.padding import BlockTables, PagedCache, fill_rows, paged_rows, row_fields
+from speculative.gpu.padding import BlockTables, PagedCache, fill_packed, paged_rows, row_fields
 from speculative.gpu.prompt_graph import PromptPass, run_in_parts
 from speculative.gpu.staged_inputs import Field, StagedInputs, send_once
 from speculative.model.attention import PreparePass
@@ -19,76 +17,62 @@ from speculative.state.kv_cache import KVCache
 from speculative.step.runner import ModelRunner
 
 
-class Places(NamedTuple):
-    """Places of packed rows among the padded ones, [N] int64; `on_device` holds until the next run of its bucket."""
-
-    on_host: Int64s
-    on_device: Tensor
-
-
 class TargetPass:
-    """Runs the target on a step's rows as one launch; what it computes lies in the statics.
+    """Runs the target on a step's rows as one launch; what it computes lies in the first rows of the statics.
 
-    capture: the layers whose inputs are features, as `Decoder.run` takes them.
+    capture: the layers whose inputs are features, as `Decoder.run` takes them. most_rows: of a sequence.
     """
 
     def __init__(
-        self, decoder: Decoder, cache: PagedCache, buffers: GraphBuffers, capture: tuple[int, ...], capturer: Capturer
+        self,
+        decoder: Decoder,
+        cache: PagedCache,
+        buffers: GraphBuffers,
+        capture: tuple[int, ...],
+        most_rows: int,
+        capturer: Capturer,
     ) -> None:
         self.capture = capture
-        self._capturer = capturer
+        self._most_rows, self._capturer = most_rows, capturer
         self.buffers = buffers
         self._decoder, self._cache, self._room = decoder, cache, cache.room
         self._tables = BlockTables(cache.room)
-        self._passes: dict[Bucket, Captured[None]] = {}
+        self._passes: dict[PackedBucket, Captured[None]] = {}
 
-    def prepare(self, bucket: Bucket) -> Captured[None]:
+    def prepare(self, bucket: PackedBucket) -> Captured[None]:
         """The captured pass of a bucket; captured now if it is new."""
         if bucket not in self._passes:
-            shape = (bucket.num_seqs, bucket.num_queries)
-            fields = row_fields(bucket, self._room)
-            fields |= {
-                "input_ids": Field(shape),
-                "sources": Field(shape, padding=-1),
-                "places": Field((bucket.num_rows,)),
-            }
+            rows = (bucket.num_rows,)
+            fields = row_fields(bucket, self._room) | {"input_ids": Field(rows), "sources": Field(rows, padding=-1)}
             inputs = StagedInputs(fields, self._capturer.device)
             replay = self._capturer.capture(lambda: self._compute(inputs.on_device))
             self._passes[bucket] = Captured(inputs, replay)
         return self._passes[bucket]
 
-    def run(self, bucket: Bucket, step_input: StepInput, sources: Int64s | None) -> Places:
+    def run(self, bucket: PackedBucket, step_input: StepInput, sources: Int64s | None) -> None:
         """Compute a step's rows.
 
         Args:
             bucket: holds them.
             step_input: the step's rows.
-            sources: [N] per packed row, the row of `GraphBuffers.drafts` that holds its token; -1 = `step_input`
-            has it.
-
-        Returns:
-            Where each packed row lies in `GraphBuffers.hidden`.
+            sources: [N] the row of `GraphBuffers.drafts` that holds each row's token; -1 = `step_input` has it.
         """
         captured = self.prepare(bucket)
-        first_rows = step_input.row_starts[:-1]
-        counts, starts = step_input.row_starts[1:] - first_rows, step_input.positions[first_rows]
         host = captured.inputs.next_host()
-        num_blocks, places = fill_rows(host, self._tables.of(step_input.sequences), starts, counts, self._room)
-        host["input_ids"].reshape(-1)[places] = step_input.input_ids
+        num_blocks = fill_packed(host, self._tables.of(step_input.sequences), step_input, self._room)
+        host["input_ids"][: len(step_input.input_ids)] = step_input.input_ids
         if sources is not None:
-            host["sources"].reshape(-1)[places] = sources
-        host["places"][: len(places)] = places
+            host["sources"][: len(sources)] = sources
         captured.inputs.send(num_blocks)
         self.buffers.features.version += 1
         captured.replay()
-        return Places(places, captured.inputs.on_device["places"][: len(places)])
 
     def _compute(self, inputs: dict[str, Tensor]) -> None:
-        sources = inputs["sources"].view(-1)
+        sources = inputs["sources"]
         drafted = self.buffers.drafts.tokens[sources.clamp(min=0)]
-        input_ids = torch.where(sources >= 0, drafted, inputs["input_ids"].view(-1))
-        attention = self._cache.attention(paged_rows(inputs))
-        hidden, features = self._decoder.run(input_ids, inputs["positions"].view(-1), attention, self.capture)
+        input_ids = torch.where(sources >= 0, drafted, inputs["input_ids"])
+        attention = self._cache.attention(paged_rows(inputs, most_rows=self._most_rows))
+        hidden, features = self._decoder.run(input_ids, inputs["positions"], attention, self.capture)
         num_rows = len(input_ids)
         self.buffers.hidden[:num_rows].copy_(hidden)
         if self.capture:
@@ -141,9 +125,9 @@ class GraphRunner(ModelRunner):
         counts, most = np.diff(step_input.row_starts), self._buckets.batch_sizes[-1]
         if len(counts) > most:  # several replays: eagerly, each sequence would be several launches a layer
             return run_in_parts(step_input, most, lambda part: self._replay(part, capture))
-        bucket = self._buckets.fit(len(counts), int(counts.max()))
+        num_rows, buffers = len(step_input.input_ids), self.target.buffers
+        bucket = self._buckets.fit_rows(len(counts), num_rows)
         assert bucket is not None, "the rows were chosen to fit"
-        places = self.target.run(bucket, step_input, None).on_device
-        buffers = self.target.buffers
-        hidden = buffers.hidden[places]  # a copy: the next step overwrites what it was gathered from
-        return hidden, buffers.features.rows[places] if capture else hidden[:, :0]
+        self.target.run(bucket, step_input, None)
+        hidden = buffers.hidden[:num_rows].clone()  # the next step overwrites it
+        return hidden, buffers.features.rows[:num_rows].clone() if capture else hidden[:, :0]

@@ -3,8 +3,10 @@
 The context of a sequence is cut into splits of SPLIT_TOKENS positions. Every n-th of them is a part, which is computed
 for the rows of one KV head (Dao et al., "Flash-Decoding for long-context inference", 2023) with a running softmax
 (Milakov and Gimelshein, 2018) in float32. A second kernel merges the parts, first to last. n and the sizes of splits
-and tiles are the same for every batch and every Q, and what a row does not see leaves its sums as they are, so its
-result is a function of its own inputs.
+are the same for every batch, and what a row does not see leaves its sums as they are, so its result is a function of
+its own inputs and of its sequence's number of rows.
+
+A sequence with few rows gets a program's narrow tile whatever its neighbours have, one with more a wide one.
 
 The number of programs follows the batch: one computes several parts where there are sequences enough to keep the GPU
 busy. A part is the same numbers whoever computes it. In layers with a window the parts begin with the split that the
@@ -73,16 +75,18 @@ def attend_tile(  # noqa: PLR0913
     return new_highest, total, summed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_queries", "num_tiles"])
 def _attend_splits(  # noqa: PLR0913
-    query,  # [B * Q, KV * GROUP, D]
+    query,  # [N, KV * GROUP, D]
     keys,  # [num_slots, KV, D]
     values,
     blocks,  # [B, M] int64
-    visible,  # [B * Q] int64
-    partial,  # [B * Q, KV * GROUP, P, D] float32: softmax-weighted values of one of P parts of the context
-    weight,  # [B * Q, KV * GROUP, P] float32: log2 of the sum of its exponentials
+    visible,  # [N] int64
+    starts,  # [B + 1] int32: the first row of each sequence; None = each has Q
+    partial,  # [N, KV * GROUP, P, D] float32: softmax-weighted values of one of P parts of the context
+    weight,  # [N, KV * GROUP, P] float32: log2 of the sum of its exponentials
     scale,  # of the scores, in units of log2
+    num_seqs,  # B
     num_queries,  # Q
     num_tiles,  # of the rows of a sequence and a KV head
     table_stride,
@@ -101,11 +105,30 @@ def _attend_splits(  # noqa: PLR0913
     DIM: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    ABOVE: tl.constexpr,  # rows of a sequence and a KV head: those with more than these, and no more than UP_TO
+    UP_TO: tl.constexpr,  # 0 = any
+    SEQS: tl.constexpr,  # at least B
 ):
     sequence, kv_head = tl.program_id(0) // num_tiles, tl.program_id(1)
+    if starts is None:
+        begin = sequence * num_queries
+    else:
+        if ABOVE > 0:  # the n-th of those
+            every = tl.arange(0, SEQS)
+            is_any = every < num_seqs
+            own = tl.load(starts + every + 1, mask=is_any, other=0) - tl.load(starts + every, mask=is_any, other=0)
+            wanted = (own * GROUP > ABOVE).to(tl.int32)
+            if sequence >= tl.sum(wanted, axis=0):
+                return
+            is_it = (wanted > 0) & (tl.cumsum(wanted, axis=0) == sequence + 1)
+            sequence = tl.sum(tl.where(is_it, every, 0), axis=0)
+        begin = tl.load(starts + sequence)
+        num_queries = tl.load(starts + sequence + 1) - begin
+        if UP_TO > 0 and num_queries * GROUP > UP_TO:
+            return
     row = tl.program_id(0) % num_tiles * ROWS + tl.arange(0, ROWS)
     exists = row < num_queries * GROUP
-    token = (sequence * num_queries + row // GROUP).to(tl.int64)  # the workspace may hold more than 2**31 numbers
+    token = (begin + row // GROUP).to(tl.int64)  # the workspace may hold more than 2**31 numbers
     head = kv_head * GROUP + row % GROUP
     seen = tl.load(visible + token, mask=exists, other=0)  # [ROWS]
     longest = tl.max(seen, axis=0)
@@ -160,7 +183,7 @@ def _merge_parts(  # noqa: PLR0913
     partial,
     weight,
     visible,
-    out,  # [B * Q, num_heads, D], contiguous
+    out,  # [N, num_heads, D], contiguous
     HEAD_DIM: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -215,28 +238,33 @@ class TritonAttend:
         if query.stride(2) != 1:
             query = query.contiguous()
         num_parts, dim = self._sizes.num_parts, max(_LEAST_ROWS, triton.next_power_of_2(head_dim))
-        tile_rows = rows_of_program(self._sizes.max_queries * group, dim)
-        num_tiles = triton.cdiv(rows.num_queries * group, tile_rows)
+        narrow, wide = (rows_of_program(most * group, dim) for most in (1, self._sizes.max_queries))
         scale, window, cap = of_products(scores, head_dim)
         most_parts = min(num_parts, 1 + -(-(window + rows.num_queries) // SPLIT_TOKENS)) if window else num_parts
-        sharing = programs_of_context(num_seqs * num_tiles * num_kv_heads, most_parts)
-        _attend_splits[(num_seqs * num_tiles, num_kv_heads, sharing)](
-            *(query, keys, values, rows.blocks, rows.visible, partial, weight, scale, rows.num_queries, num_tiles),
-            *(rows.blocks.stride(0), query.stride(0), query.stride(1), keys.stride(0), keys.stride(1)),
-            FIRST=rows.first,
-            GROUP=group,
-            HEAD_DIM=head_dim,
-            BLOCK_SIZE=self._sizes.block_size,
-            SPLIT=SPLIT_TOKENS,
-            NUM_PARTS=num_parts,
-            TILE=tile_tokens(dim, keys.element_size()),
-            ROWS=tile_rows,
-            DIM=dim,
-            WINDOW=window,
-            CAP=cap,
-            num_warps=warps_for(tile_rows, dim),
-            num_stages=STAGES,
-        )
+        for tile_rows, above, up_to, num_found in tiles_of(rows, group, narrow, wide):
+            num_tiles = triton.cdiv((up_to or rows.num_queries * group), tile_rows)
+            sharing = programs_of_context(num_found * num_tiles * num_kv_heads, most_parts)
+            _attend_splits[(num_found * num_tiles, num_kv_heads, sharing)](
+                *(query, keys, values, rows.blocks, rows.visible, rows.starts, partial, weight, scale),
+                *(num_seqs, rows.num_queries, num_tiles, rows.blocks.stride(0)),
+                *(query.stride(0), query.stride(1), keys.stride(0), keys.stride(1)),
+                FIRST=rows.first,
+                GROUP=group,
+                HEAD_DIM=head_dim,
+                BLOCK_SIZE=self._sizes.block_size,
+                SPLIT=SPLIT_TOKENS,
+                NUM_PARTS=num_parts,
+                TILE=tile_tokens(dim, keys.element_size()),
+                ROWS=tile_rows,
+                DIM=dim,
+                WINDOW=window,
+                CAP=cap,
+                ABOVE=above,
+                UP_TO=up_to,
+                SEQS=triton.next_power_of_2(num_seqs) if above else 1,
+                num_warps=warps_for(tile_rows, dim),
+                num_stages=STAGES,
+            )
         _merge_parts[(num_rows, num_heads)](
             *(partial, weight, rows.visible, out),
             HEAD_DIM=head_dim,
@@ -248,6 +276,18 @@ class TritonAttend:
             num_warps=1,
         )
         return out
+
+
+def tiles_of(rows: PagedRows, group: int, narrow: int, wide: int) -> list[tuple[int, int, int, int]]:
+    """The launches for the rows of sequences and KV heads: the rows of a tile, those that the sequences have more of
+    than the second number and no more of than the third (0 = any), and how many sequences these can be."""
+    num_rows, num_seqs = len(rows.visible), len(rows.blocks)
+    if rows.num_queries * group <= narrow or narrow == wide:
+        return [(narrow, 0, 0, num_seqs)]
+    if rows.starts is None:
+        return [(wide, 0, 0, num_seqs)]
+    least = narrow // group + 1  # rows of a sequence that has too many for the narrow tile
+    return [(narrow, 0, narrow, num_seqs), (wide, narrow, 0, min(num_seqs, num_rows // least))]
 
 
 def of_products(scores: ScoreRule, head_dim: int) -> tuple[float, int, float]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from speculative.config import EngineConfig
 from speculative.drafting.neural_drafter import DraftModel
-from speculative.gpu.buckets import Bucket
+from speculative.gpu.buckets import PackedBucket
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Captured, Capturer
 from speculative.gpu.filters import SamplingArrays, sampling_fields
@@ -53,16 +53,14 @@ NO_EXTRAS = Extras()
 
 @dataclass(frozen=True, slots=True)
 class JudgedRows:
-    """A step's verify rows as the host knows them.
+    """A step's verify rows as the host knows them; they are the first rows of `GraphBuffers.hidden`.
 
-    requests: of the step's entries. places: [R] where each row lies in `GraphBuffers.hidden`. draft_rows:
-    [sum(counts)] where each packed draft lies in the statics; None where the host chose them. counted: [E] whose terms
-    count. coupled: [E] which are judged by the coupled verifier. checked: whether the terms of the self-checks are
-    wanted. edits: of the rows' logits, if any."""
+    requests: of the step's entries. draft_rows: [sum(counts)] where each packed draft lies in the statics; None where
+    the host chose them. counted: [E] whose terms count. coupled: [E] which are judged by the coupled verifier. checked:
+    whether the terms of the self-checks are wanted. edits: of the rows' logits, if any."""
 
     step_input: StepInput
     requests: StepRequests
-    places: Array
     draft_rows: Array | None
     counted: Bools
     coupled: Bools
@@ -107,9 +105,9 @@ class VerifyGraph:
         self._draft_ids = ids = None if draft_model is None else draft_model.ids
         self._columns = None if ids is None else columns_of(ids, decoder.config.vocab_size)
         self._params = SamplingArrays(decoder.config.vocab_size)
-        self._captured: dict[tuple[Bucket, Extras], Captured[tuple[Tensor, Layout]]] = {}
+        self._captured: dict[tuple[PackedBucket, Extras], Captured[tuple[Tensor, Layout]]] = {}
 
-    def prepare(self, bucket: Bucket, extras: Extras = NO_EXTRAS) -> Captured[tuple[Tensor, Layout]]:
+    def prepare(self, bucket: PackedBucket, extras: Extras = NO_EXTRAS) -> Captured[tuple[Tensor, Layout]]:
         """The captured function of a bucket of packed rows; captured now if it is new."""
         if (bucket, extras) not in self._captured:
             fields = _fields(bucket, self._decoder.config.vocab_size)
@@ -125,7 +123,7 @@ class VerifyGraph:
             self._captured[bucket, extras] = Captured(inputs, replay)
         return self._captured[bucket, extras]
 
-    def launch(self, bucket: Bucket, rows: JudgedRows) -> Callable[[], JudgedStep]:
+    def launch(self, bucket: PackedBucket, rows: JudgedRows) -> Callable[[], JudgedStep]:
         """Judge; what is returned waits for the results, and copies them to the host."""
         params, reports, extras = rows.requests.params, rows.requests.reported, NO_EXTRAS
         if rows.edits is not None or reports:
@@ -136,7 +134,6 @@ class VerifyGraph:
         captured = self.prepare(bucket, extras)
         host = captured.inputs.next_host()
         step_input, num_rows, num_entries = rows.step_input, len(rows.step_input.drafts), len(params)
-        host["places"][:num_rows] = rows.places
         for name, values in VerifyRows.of(step_input, self._ops.host).named().items():
             if name in host:
                 host[name][: len(values)] = values
@@ -178,10 +175,10 @@ class VerifyGraph:
         broken, drafts = (part[:num_rows].astype(np.int64) for part in (found.broken, found.drafts))
         return JudgedStep(verdicts, broken, drafts, logprobs, terms)
 
-    def _compute(self, bucket: Bucket, extras: Extras, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Layout]:
-        logits = self._decoder.project(self._statics.hidden[inputs["places"]])  # [R, V]
+    def _compute(self, bucket: PackedBucket, extras: Extras, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Layout]:
+        logits = self._decoder.project(self._statics.hidden[: bucket.num_rows])  # [R, V]
         drafts, made, sampled = inputs["drafts"], self._statics.drafts, None
-        if self._samples and bucket.num_queries > 1:  # with one row a sequence nothing was drafted
+        if self._samples and bucket.num_rows > bucket.num_seqs:  # with one row a sequence nothing was drafted
             drafts = torch.where(drafts >= 0, made.tokens[inputs["sources"]], drafts)
             sampled = SampledFrom(
                 made.probs, inputs["draft_rows"], self._columns, self._draft_ids, made.columns, made.mass_before
@@ -196,7 +193,7 @@ class VerifyGraph:
         return torch.cat([vector, more]), layout
 
 
-def _fields(bucket: Bucket, vocab_size: int) -> dict[str, Field]:
+def _fields(bucket: PackedBucket, vocab_size: int) -> dict[str, Field]:
     """Padding rows come after every draft of the last entry.
 
     Every entry needs a row of its own besides these, padding entries too (`_give_rows_to_nobodies`).
@@ -204,7 +201,6 @@ def _fields(bucket: Bucket, vocab_size: int) -> dict[str, Field]:
     rows, entries = (bucket.num_rows,), (bucket.num_seqs,)
     drafts = (bucket.num_rows - bucket.num_seqs,)
     return {
-        "places": Field(rows),
         "drafts": Field(rows, padding=-1),
         "sources": Field(rows),
         "packed": Field(rows),

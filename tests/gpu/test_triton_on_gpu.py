@@ -1,5 +1,7 @@
 """The compiled kernels against plain torch, in the types and sizes that serve."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -72,14 +74,18 @@ def test_a_rows_bits_depend_on_neither_neighbours_nor_padding(
     from speculative.gpu.triton_attention import TritonAttend
 
     attend, contexts = TritonAttend(SIZES), [700, 3, -1, 1500, 255, 256]
-    for rule in (PLAIN, RULED):
-        whole, again = (attend(*paged(cuda, heads, contexts, MAX_QUERIES, dtype), rule) for _ in range(2))
+    for rule, num_queries in itertools.product((PLAIN, RULED), (1, 3, MAX_QUERIES)):
+        whole, again = (attend(*paged(cuda, heads, contexts, num_queries, dtype), rule) for _ in range(2))
         assert torch.equal(whole, again), "two runs give the same bits"
         for index in (0, 3, 4, 5):
-            for num_queries in (1, 3, MAX_QUERIES):
-                alone = attend(*paged(cuda, heads, [-1] * index + [contexts[index]], num_queries, dtype), rule)
-                own = whole.unflatten(0, (-1, MAX_QUERIES))[index, :num_queries]
-                assert torch.equal(alone[-num_queries:], own)
+            alone = attend(*paged(cuda, heads, [-1] * index + [contexts[index]], num_queries, dtype), rule)
+            assert torch.equal(alone[-num_queries:], whole.unflatten(0, (-1, num_queries))[index])
+        query, keys, values, rows = paged(cuda, heads, contexts, num_queries, dtype)
+        few = torch.arange(len(query), device=cuda) % num_queries == 0  # packed: the last one has all, others one row
+        few[-num_queries:] = True
+        starts = torch.tensor([*range(len(contexts)), int(few.sum())], dtype=torch.int32, device=cuda)
+        packed = PagedRows(rows.slots[few], rows.visible[few], rows.blocks, 0, starts, MAX_QUERIES)
+        assert torch.equal(attend(query[few], keys, values, packed, rule)[-num_queries:], whole[-num_queries:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

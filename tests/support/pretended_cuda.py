@@ -623,12 +623,16 @@ class _PagedAttention:
     def __call__(
         self, query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scores: ScoreRule = PLAIN
     ) -> Tensor:
-        given = (query, keys, values, rows.slots, rows.visible, rows.blocks)
+        starts = () if rows.starts is None else (rows.starts,)
+        given = (query, keys, values, rows.slots, rows.visible, rows.blocks, *starts)
+        assert all(own.dtype == torch.int32 and own.is_contiguous() for own in starts)
         assert rows.blocks.dtype == rows.visible.dtype == torch.int64
         assert rows.blocks.is_contiguous() and rows.visible.is_contiguous() and keys.stride() == values.stride()
 
         def attend(query: Tensor, keys: Tensor, values: Tensor, *places: Tensor) -> Tensor:
-            return self._attend(query, keys, values, PagedRows(*places, first=rows.first), scores)
+            slots, visible, blocks, *own = places
+            given = PagedRows(slots, visible, blocks, rows.first, own[0] if own else None, rows.most_rows)
+            return self._attend(query, keys, values, given, scores)
 
         return self._device.kernels(  # type: ignore[no-any-return]
             lambda *_: self._of_triton(query, keys, values, rows, scores), attend, *given

@@ -56,7 +56,11 @@ class TorchAttend:
     block_size: int
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, rule: ScoreRule = PLAIN) -> Tensor:
-        """Implement `AttendPaged`; computed in float32 whatever the types."""
+        """Implement `AttendPaged`; computed in float32 whatever the types. Packed rows are sequences of their own."""
+        if rows.starts is not None:
+            every = torch.arange(len(query), dtype=rows.starts.dtype, device=query.device)
+            owners = torch.searchsorted(rows.starts[1:], every, right=True).clamp(max=len(rows.blocks) - 1)
+            rows = PagedRows(rows.slots, rows.visible, rows.blocks[owners], rows.first)
         num_seqs, num_kv_heads = rows.blocks.shape[0], keys.shape[1]
         offsets = torch.arange(self.block_size, device=query.device)
         slots = (rows.blocks[:, :, None] * self.block_size + offsets).flatten()  # [B * L]

@@ -23,6 +23,15 @@ def test_a_few_rows_are_padded_to_the_longest_and_many_are_not() -> None:
     assert buckets.fit(30, 2) == (32, 2)
 
 
+def test_packed_rows_come_in_steps_of_the_batch_and_in_smaller_ones_where_few_draft() -> None:
+    counts = {size: [own.num_rows for own in Buckets.of(256, 4).packed if own.num_seqs == size] for size in (1, 24, 32)}
+    assert counts == {1: [5, 1], 24: [120, 24], 32: [160, 128, 32]}
+    many = [own.num_rows for own in Buckets.of(256, 4).packed if own.num_seqs == 256]
+    assert many == [1280, 1024, 768, 512, 384, 320, 256]
+    assert Buckets.of(64, 0).packed[:2] == ((64, 64), (48, 48))
+    assert (len(Buckets.of(64, 4).packed), len(Buckets.of(256, 4).packed)) == (25, 67)
+
+
 def test_rounds_of_a_model_have_as_many_drafts_as_are_planned() -> None:
     buckets = Buckets.of(3, 4)
     assert list(buckets.of_drafts(varying=False)) == [(3, 4), (2, 4), (1, 4)]
@@ -39,7 +48,7 @@ def test_every_step_up_to_the_limit_fits_and_the_count_is_bounded(sizes: tuple[i
     buckets = Buckets.of(max_seqs, max_drafts)
     most = min(max_seqs, MAX_CAPTURED_SEQS)
     assert buckets.largest == (most, max_drafts + 1)
-    assert len(list(buckets)) <= 200
+    assert max(len(list(buckets)), len(buckets.packed)) <= 200
     assert next(iter(buckets)) == buckets.largest
     for num_seqs in (1, most // 2 + 1, most):
         for num_queries in range(1, max_drafts + 2):

@@ -105,7 +105,7 @@ def test_verification_keeps_to_its_budget(target: Path, drafters: dict[str, Draf
         graphs = tiny_engine(target, device="cuda", max_num_seqs=4, drafter=drafters[name]).parts.graphs
         assert graphs is not None
         graphs.judge._captured.clear()
-        graphs.judge.prepare(graphs.buckets.largest)
+        graphs.judge.prepare(graphs.buckets.packed[0])
     assert device.graphs[-1].num_nodes <= VERIFY_NODES[name]
 
 

@@ -13,6 +13,7 @@ from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError
+from speculative.gpu.buckets import Buckets, PackedBucket
 from speculative.gpu.logit_edits import FOLLOWED, EditSizes, LogitEdits
 from speculative.gpu.memory import graph_bytes
 from speculative.gpu.paged_attention import AttentionSizes
@@ -40,20 +41,29 @@ from tests.support.step_inputs import HIDDEN_TOLERANCE, Twins, input_of
 def test_every_bucket_gives_what_the_plain_path_gives_at_any_fill(target: Path) -> None:
     twins = Twins(target, max_model_len=256, max_num_seqs=9)
     graphs = twins.graphs
-    for number, bucket in enumerate(graphs.buckets):
-        for num_seqs in {1, (bucket.num_seqs + 1) // 2, bucket.num_seqs}:
-            counts = [1 + (index * 3 + number) % bucket.num_queries for index in range(num_seqs)]
-            counts[-1] = bucket.num_queries
+    for number, (most_seqs, num_rows) in enumerate(graphs.buckets.packed):
+        for num_seqs in {1, (most_seqs + 1) // 2, most_seqs}:
+            counts = [1] * num_seqs
+            for index in range(num_rows - most_seqs):  # one after another gets all that a sequence can have
+                counts[-1 - index // 4 % num_seqs] += index < 4 * num_seqs
             lengths = [(index * 17 + number) % 60 for index in range(num_seqs)]
             step_input = input_of(lengths, counts, twins.block_size, seed=number)
             graphs.buffers.hidden.fill_(torch.nan)
             twins.cache.data[:, :, twins.live :] = torch.nan
-            places = graphs.runner.target.run(bucket, step_input, None).on_device
+            graphs.runner.target.run(PackedBucket(most_seqs, num_rows), step_input, None)
             expected, _ = twins.plain.forward_with_features(step_input, ())
-            assert (graphs.buffers.hidden[places] - expected).abs().max() < HIDDEN_TOLERANCE
-            assert not graphs.buffers.hidden[: bucket.num_rows].isnan().any(), "padding computes numbers"
+            assert (graphs.buffers.hidden[: len(expected)] - expected).abs().max() < HIDDEN_TOLERANCE
+            assert not graphs.buffers.hidden[:num_rows].isnan().any(), "padding computes numbers"
             twins.assert_same_cache(step_input)
-    assert graphs.capturer.num_captured == len(list(graphs.buckets)), "each bucket once"
+    assert graphs.capturer.num_captured == len(graphs.buckets.packed), "each bucket once"
+
+
+def test_one_stream_of_many_that_drafts_makes_no_other_compute_more_rows() -> None:
+    """64 streams, one of which drafts four: 68 rows in 128, which take no longer than 64 do, and not five for each."""
+    buckets = Buckets.of(64, 4)
+    assert buckets.fit_rows(64, 64) == (64, 64)
+    assert buckets.fit_rows(64, 68) == (64, 128)
+    assert buckets.fit_rows(64, 5 * 64) == (64, 320)
 
 
 # -- the engine -----------------------------------------------------------------------------------------------------
@@ -166,7 +176,7 @@ def test_padding_alone_can_be_judged_in_every_bucket(
     graphs = tiny_engine(target, drafter=drafters[name], cuda_graphs=True, max_num_seqs=5).parts.graphs
     assert graphs is not None
     graphs.capture_all()
-    for bucket in graphs.buckets:
+    for bucket in graphs.buckets.packed:
         for edits in (None, EditSizes(16, 1024)):
             vector, _ = graphs.judge.prepare(bucket, Extras(edits=edits)).replay()
             accepted, token_ids = vector[: 2 * bucket.num_seqs].split(bucket.num_seqs)

@@ -110,6 +110,39 @@ def test_a_row_sees_its_own_window_alone_and_in_company_in_any_number_of_parts(
             assert torch.equal(attend(*alone, rule)[-some:], whole[5 * index + count - some : 5 * index + count])
 
 
+@pytest.mark.parametrize("rule", [PLAIN, ScoreRule(window=20)])
+def test_packed_rows_get_the_bits_that_each_sequence_gets_alone(attend: AttendPaged, rule: ScoreRule) -> None:
+    """Sequences of one row and of several, whose tiles are of different sizes; rows of padding behind them."""
+    heads, contexts = (8, 1, 16), [*CONTEXTS, (3, 3), (40, 1), (7, 4)]
+    query, keys, values, padded = scene(heads, contexts, MAX_QUERIES, torch.float32)
+    live = padded.visible > 0
+    starts = torch.tensor([0, *(count for _, count in contexts)]).cumsum(0).to(torch.int32)
+    behind = torch.zeros(4, dtype=torch.int64)
+    slots, visible = (torch.cat([own[live], behind]) for own in (padded.slots, padded.visible))
+    packed = PagedRows(slots, visible, padded.blocks, 0, starts, MAX_QUERIES)
+    found = attend(torch.cat([query[live], torch.full((4, 8, 16), torch.nan)]), keys, values, packed, rule)
+    assert (found[:-4] - expected_of(query, keys, values, padded, rule)[live]).abs().max() < TOLERANCE[torch.float32]
+    assert torch.equal(found[-4:], torch.zeros_like(found[-4:])), "rows that stand for nothing give zeros"
+    for index, (_, count) in enumerate(contexts):
+        rows = slice(int(starts[index]), int(starts[index + 1]))
+        if count:
+            own = PagedRows(slots[rows], visible[rows], padded.blocks[index : index + 1])
+            assert torch.equal(attend(query[live][rows], keys, values, own, rule), found[rows])
+
+
+def test_programs_are_few_where_one_sequence_of_many_has_several_rows() -> None:
+    """Of an 8B model with rounds of five rows: none is wide where nobody drafts, and few where one of 64 does."""
+    from speculative.gpu.triton_attention import rows_of_program, tiles_of
+
+    narrow, wide = rows_of_program(4, 128), rows_of_program(5 * 4, 128)
+    plain, starts = torch.zeros(64, dtype=torch.int64), torch.zeros(65, dtype=torch.int32)
+    blocks = plain[:, None]
+    assert tiles_of(PagedRows(plain, plain, blocks), 4, narrow, wide) == [(16, 0, 0, 64)]
+    assert tiles_of(PagedRows(plain, plain, blocks, 0, starts, 4), 4, narrow, wide) == [(16, 0, 0, 64)]
+    drafting = PagedRows(plain, torch.zeros(128, dtype=torch.int64), blocks, 0, starts, 5)
+    assert tiles_of(drafting, 4, narrow, wide) == [(16, 0, 16, 64), (32, 16, 0, 25)]
+
+
 @pytest.mark.parametrize(("rule", "lift"), [(ScoreRule(cap=5.0, scale=0.3), 1.0), (ScoreRule(cap=50.0), 1e4)])
 def test_scores_are_capped(attend: AttendPaged, rule: ScoreRule, lift: float) -> None:
     query, *others = scene((6, 2, 64), CONTEXTS, 5, torch.float32)
