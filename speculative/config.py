@@ -164,8 +164,7 @@ class EngineSettings(Options):
     )
     kv_cache_tokens: int | None = option(
         None,
-        "Tokens that the KV cache holds. Not set: as many as fit into the GPU's free memory, or 16384 on a CPU; set it "
-        "where replicas share a GPU.",
+        "Tokens that the KV cache holds. Not set: as many as the replica's part of a GPU has room for; 16384 on a CPU.",
         least=1,
     )
     block_size: int = option(16, "Tokens of a KV block.", least=1)
@@ -198,6 +197,7 @@ class EngineConfig(EngineSettings):
     """
 
     num_threads: int = option(1, "CPU threads: the replica's share of the cores, never the machine's.", least=1)
+    gpu_share: float = option(1.0, "Part of a GPU's memory that the engine may take.", above=0, most=1)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
 
     def check(self) -> None:

@@ -135,21 +135,49 @@ def check_cluster(config: AppConfig) -> Preflight:
 
     found, there = Preflight(), ray.cluster_resources()
     for kind, setting in (("CPU", "num_cpus"), ("GPU", "num_gpus")):
-        largest, asked = _asked(config, setting)
+        largest, asked, terms = _asked(config, setting)
         if asked > there.get(kind, 0):
             found.fault(
                 f"pools.{largest}.{setting}",
-                f"the pools ask for {asked:g} {kind}s together, and the cluster has {there.get(kind, 0):g} now; lower "
-                "it or the replicas, or add nodes, unless the cluster adds them by itself.",
+                f"the pools ask for {asked:g} {kind}s together ({terms}), and the cluster has {there.get(kind, 0):g} "
+                "now; lower it or the replicas, or add nodes, unless the cluster adds them by itself.",
             )
     _hint_at_gpus(config, there.get("GPU", 0), "the cluster", found)
     return found
 
 
-def _asked(config: AppConfig, setting: str) -> tuple[PoolName, float]:
-    """Return the pool that asks for most of a resource, and how much all ask for together."""
-    asked = {name: getattr(config.pool(name), setting) * config.pool(name).least_replicas for name in config.pool_names}
-    return max(asked, key=lambda name: asked[name]), sum(asked.values())
+def _asked(config: AppConfig, setting: str) -> tuple[PoolName, float, str]:
+    """Return the pool that asks for most of a resource, how much all ask for together, and the terms of that sum."""
+    each = {name: (config.pool(name).least_replicas, getattr(config.pool(name), setting)) for name in config.pool_names}
+    asked = {name: replicas * share for name, (replicas, share) in each.items()}
+    terms = ", ".join(f"{name} {replicas} x {share:g}" for name, (replicas, share) in each.items())
+    return max(asked, key=lambda name: asked[name]), round(sum(asked.values()), 4), terms
+
+
+def _gpus_needed(config: AppConfig) -> int:
+    """Return how many GPUs all replicas take, where a part is of a single one; Ray counts in ten-thousandths."""
+    pools = [config.pool(name) for name in config.pool_names]
+    given = [round(10_000 * pool.num_gpus) for pool in pools for _ in range(pool.least_replicas)]
+    rooms: list[int] = []  # left of each GPU that is given in parts
+    for part in sorted((one for one in given if 0 < one < 10_000), reverse=True):
+        gpu = next((gpu for gpu, room in enumerate(rooms) if room >= part), None)
+        if gpu is None:
+            rooms.append(10_000 - part)
+        else:
+            rooms[gpu] -= part
+    return sum(one // 10_000 for one in given) + len(rooms)
+
+
+def _fits_on(config: AppConfig, num_gpus: int) -> str:
+    """Return what to set so that all replicas find room on so many GPUs. Several of vLLM's, which measures its memory
+    while it starts, would count each other's on one."""
+    replicas, ranks = sum(config.pool(name).least_replicas for name in config.pool_names), config.ranks.number
+    if replicas * ranks <= num_gpus:
+        return f"set it to {ranks}"
+    fewer = "topology to monolith" if config.topology == "disaggregated" else "replicas to fewer"
+    if config.engine.kind == "vllm":
+        return f"set {fewer}"
+    return f"set num_gpus of each pool to {math.floor(100 / math.ceil(replicas / num_gpus)) / 100:g}, or {fewer}"
 
 
 def _hint_at_gpus(config: AppConfig, num_gpus: float, place: str, found: Preflight) -> None:
@@ -157,7 +185,7 @@ def _hint_at_gpus(config: AppConfig, num_gpus: float, place: str, found: Preflig
     if num_gpus and config.engine.device == "auto":
         found.hints.extend(
             f"{_PLACE}.pools.{name}.num_gpus is 0, so its replicas compute on the CPU, and {place} has {num_gpus:g} "
-            "GPUs: set it to 1, or engine.device to cpu if that is meant."
+            f"GPUs: {_fits_on(config, math.ceil(num_gpus))}, or engine.device to cpu if that is meant."
             for name in config.pools_on("cpu")
         )
 
@@ -192,12 +220,14 @@ def _check_machine_has(config: AppConfig, machine: Machine, found: Preflight) ->
                 f"one replica asks for {num_cpus:g} CPUs, and this machine has {machine.num_cpus}: its threads would "
                 f"wait for each other. Set it to {machine.num_cpus} at most.",
             )
-    largest, asked = _asked(config, "num_gpus")
-    if asked > len(machine.gpu_bytes):
+    (largest, asked, terms), num_gpus = _asked(config, "num_gpus"), len(machine.gpu_bytes)
+    if (least := _gpus_needed(config)) > num_gpus:
+        fix = _fits_on(config, num_gpus) if num_gpus else "set it to 0 to run on the CPU"
+        parts = f", and as each part lies on one of them, they need {least}" if asked <= num_gpus else ""
         found.fault(
             f"pools.{largest}.num_gpus",
-            f"the pools ask for {asked:g} GPUs together, and this machine has {len(machine.gpu_bytes)} that torch "
-            f"{torch.__version__} can use; set it to 0 to run on the CPU, or serve on a cluster with GPUs (--address).",
+            f"the pools ask for {asked:g} GPUs together ({terms}){parts}; this machine has {num_gpus} that torch "
+            f"{torch.__version__} can use: {fix}, or serve on a cluster with GPUs (--address).",
         )
     elif config.engine.kind == "torch" and asked and (why := why_no_triton()):
         found.fault(
@@ -205,7 +235,7 @@ def _check_machine_has(config: AppConfig, machine: Machine, found: Preflight) ->
             f"is above 0, and an engine computes on a GPU with Triton's kernels, of which there are none here: {why}, "
             "or set it to 0 to run on the CPU.",
         )
-    _hint_at_gpus(config, len(machine.gpu_bytes), "this machine", found)
+    _hint_at_gpus(config, num_gpus, "this machine", found)
 
 
 def _is_installed(package: str) -> bool:
@@ -267,10 +297,13 @@ def _check_memory(
     num_weights = {setting: _num_weights(folder) for setting, folder in found.folders.items()}
     token_bytes = model.kv_shape.num_values * FORMATS[engine.dtype].num_bytes
     on_cpus = sum(config.pool(name).least_replicas for name in config.pools_on("cpu"))
-    # A fraction of a GPU only matters to Ray's scheduling, and does not limit memory.
-    on_gpus = bool(config.pools_on("cuda") and machine.gpu_bytes)
+    pools = [config.pool(name) for name in config.pools_on("cuda") if machine.gpu_bytes]
+    # The least part of a GPU that a replica has, or would have if all found room.
+    there = len(machine.gpu_bytes) / max(1, sum(pool.least_replicas for pool in pools))
+    part = min(1.0, there, *(pool.num_gpus for pool in pools))
+    of_gpu = "one GPU" if part == 1 else f"{part:.2g} of one GPU"
     for replicas, room_bytes, place, uses_gpu in (
-        (on_gpus, max(machine.gpu_bytes, default=0), "one GPU", True),
+        (bool(pools), int(part * max(machine.gpu_bytes, default=0)), of_gpu, True),
         (on_cpus, machine.memory_bytes, "this machine", False),
     ):
         device: Device = "cuda" if uses_gpu else "cpu"

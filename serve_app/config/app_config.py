@@ -177,7 +177,8 @@ class PoolSection(Section):
     num_cpus: RayShare = 1.0
     """CPUs that Ray reserves for a replica, and threads of its engine."""
     num_gpus: RayShare = 0.0
-    """GPUs that Ray reserves for a replica, all of one node unless vLLM's ranks are placed by Ray."""
+    """GPUs that Ray reserves for a replica, all of one node unless vLLM's ranks are placed by Ray. Below 1: a part of
+    one, and of its memory."""
     label_selector: dict[str, str] = {}
     """Ray node labels that a replica's node must carry."""
 
@@ -480,6 +481,11 @@ class AppConfig(Section):
         device = self.engine.device
         for pool_name in self.pool_names:
             field, num_gpus = f"pools.{pool_name}.num_gpus", self.pool(pool_name).num_gpus
+            if num_gpus > 1 and num_gpus % 1:
+                yield FieldError(
+                    field, f"is {num_gpus:g}, and above 1 Ray gives whole GPUs: set it to {round(num_gpus)}."
+                )
+                continue
             if device == "cpu" and num_gpus > 0:
                 yield FieldError(field, "is above 0, but engine.device is cpu; set it to 0 or device to auto.")
             if device.startswith("cuda") and num_gpus == 0:
@@ -496,10 +502,11 @@ class AppConfig(Section):
                     # Each rank takes a GPU of its own; a single one may share it.
                     if num_gpus != ranks.number and not (ranks.number == 1 and num_gpus < 1 and not ranks.by_ray):
                         stages = f" times pipeline_parallel_size {ranks.pipeline}" if ranks.pipeline > 1 else ""
+                        a_rank = f", which take a GPU each: set it to {ranks.number}"
                         yield FieldError(
                             field,
-                            f"is {num_gpus:g}, but vllm.engine_args.tensor_parallel_size is {ranks.tensor}{stages}: "
-                            "set one to the other.",
+                            f"is {num_gpus:g}, but vllm.engine_args.tensor_parallel_size is {ranks.tensor}{stages}"
+                            f"{a_rank if num_gpus < 1 else ': set one to the other'}.",
                         )
             elif self.drafter.tree and num_gpus > 0:
                 yield FieldError(
@@ -633,9 +640,11 @@ class AppConfig(Section):
         return getattr(self.pools, name) or PoolSection()
 
     def engine_config(self, pool: PoolName) -> EngineConfig:
-        """The engine's settings on a replica of `pool`; its threads are the replica's share of the cores."""
-        sizes = self.engine.model_dump(exclude={"kind"})
-        return EngineConfig(**sizes, drafter=self.drafter.config(), num_threads=self.pool(pool).num_threads)
+        """The engine's settings on a replica of `pool`; its threads are the replica's share of the cores, and its
+        memory that of a GPU."""
+        sizes, own = self.engine.model_dump(exclude={"kind"}), self.pool(pool)
+        share = min(1.0, own.num_gpus or 1.0)
+        return EngineConfig(**sizes, drafter=self.drafter.config(), num_threads=own.num_threads, gpu_share=share)
 
     def replay_config(self, pool: PoolName) -> EngineConfig:
         """The torch engine's settings where it replays beside vLLM: the same weights, unpacked. On a GPU of its own the

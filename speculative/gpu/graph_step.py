@@ -240,7 +240,7 @@ class GraphStep:
     def _check_memory(self, decoder: Decoder, sizes: AttentionSizes) -> None:
         if self.capturer.device.type != "cuda":
             return
-        free, _ = free_bytes(self.capturer.device)
+        free, _ = free_bytes(self.capturer.device, self._config.gpu_share)
         needed = graph_bytes(decoder, self.buckets, sizes, self._draft_model, self._prompt_sizes)
         if needed > free:
             raise ConfigError(

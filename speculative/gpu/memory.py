@@ -13,7 +13,8 @@ from speculative.gpu.prompt_graph import MOST_SEQUENCES, prompt_sizes
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 
-_KEPT_FREE = 0.05  # of the device's memory, for what is not counted here
+_KEPT_FREE = 0.05  # of the device's memory, or of a share of it, for what is not counted here
+_OF_A_PROCESS = 3 * 2**28  # estimated: what CUDA, its libraries and compiled kernels take, of which torch knows nothing
 
 
 def graph_bytes(
@@ -43,12 +44,19 @@ def graph_bytes(
     return needed + num_tables * sizes.max_blocks * 8
 
 
-def free_bytes(device: torch.device) -> tuple[int, int]:
-    """Return what is free of a CUDA device's memory, and all of it. What the allocator keeps does not count as taken:
-    graphs have a pool of their own."""
+def free_bytes(device: torch.device, share: float) -> tuple[int, int]:
+    """Return what is free of an engine's share of a CUDA device's memory, and all of the share.
+
+    A part of a device is a part of all its memory: what is free of that, an engine that starts at the same time may be
+    about to take. What the allocator keeps does not count as taken: graphs have a pool of their own.
+    """
     gc.collect()  # graphs of old weights, if anything still holds them
     torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)
+    free, total = torch.cuda.mem_get_info(device)
+    if share == 1:
+        return free, total
+    whole = int(share * total)
+    return min(free, whole - _OF_A_PROCESS - torch.cuda.memory_reserved(device)), whole
 
 
 def tokens_that_fit(config: EngineConfig, decoder: Decoder, draft_model: DraftModel | None) -> int:
@@ -76,12 +84,13 @@ def tokens_that_fit(config: EngineConfig, decoder: Decoder, draft_model: DraftMo
     # them for filters; three more are of a model's drafts.
     num_rows = config.max_num_seqs * (1 + config.drafter.max_drafts)
     steps += num_rows * model.vocab_size * 4 * (9 if draft_model is None else 12)
-    free, total = free_bytes(decoder.device)
+    free, total = free_bytes(decoder.device, config.gpu_share)
     room = int(free - _KEPT_FREE * total) - steps
     num_blocks = room // block_bytes - 1  # less the block of padding rows
     if num_blocks < 1:
+        whose = "the GPU" if config.gpu_share == 1 else f"the engine's {config.gpu_share:g} of the GPU"
         raise ConfigError(
-            f"the GPU has {free / 2**30:.1f} GiB free beside the weights, and steps of {config.max_num_seqs} sequences "
+            f"{whose} has {free / 2**30:.1f} GiB free beside the weights, and steps of {config.max_num_seqs} sequences "
             f"may take {steps / 2**30:.1f} GiB: nothing is left for the KV cache; lower max_num_seqs or "
             "max_batched_tokens, take a smaller model, or a GPU that nothing else uses."
         )

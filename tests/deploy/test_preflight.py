@@ -86,7 +86,7 @@ def test_a_template_of_another_model_is_refused_on_either_engine(
     [
         ({"model": {"source": "./missing"}}, r"model\.source: There is no folder \./missing here"),
         ({"drafter": {"kind": "eagle3", "model": "missing"}}, r"drafter\.model: No model 'missing'"),
-        ({"pools": {"monolith": {"num_gpus": 1}}}, r"monolith\.num_gpus: .* 1 GPUs .* 0 that torch .* set it to 0"),
+        ({"pools": {"monolith": {"num_gpus": 1}}}, r"num_gpus: .* 1 GPUs .*1 x 1\); .* 0 that torch .* set it to 0"),
         ({"pools": {"monolith": {"num_cpus": 64}}}, r"num_cpus: one replica asks for 64 CPUs, .* 2: .* to 2 at most"),
         ({"access": {"keys_file": "/missing/keys"}}, r"access\.keys_file: /missing/keys: cannot be read"),
         ({"receipts": {"key_file": "/missing/key"}}, r"receipts\.key_file: /missing/key holds no private key"),
@@ -169,6 +169,40 @@ def test_gpus_that_no_pool_asks_for_are_hinted_at(models: Mapping[str, str]) -> 
     assert len(hints(2)) == 2
     hint = only(hints(2, prefill={"num_gpus": 1}))
     assert re.search(r"args.pools.decode.num_gpus is 0.* this machine has 2 GPUs: set it to 1, or engine.device", hint)
+    both = "has 1 GPUs: set num_gpus of each pool to 0.5, or topology to monolith, or engine.device to cpu"
+    assert [both in hint for hint in hints(1)] == [True, True], "set to 1 each, they would be refused"
+
+
+@pytest.mark.parametrize(
+    ("pools", "num_gpus", "reported"),
+    [
+        ((1, 0.5, 1, 0.5), 1, None),
+        ((1, 0.7, 3, 0.1), 1, None),
+        ((1, 1 / 3, 2, 1 / 3), 1, None),  # Ray rounds them
+        ((1, 1, 1, 1), 1, r"ask for 2 GPUs together \(prefill 1 x 1, decode 1 x 1\); this machine has 1 .*: set "
+                          r"num_gpus of each pool to 0\.5, or topology to monolith"),
+        ((1, 0.5, 1, 0.6), 1, r"decode\.num_gpus: .* 1\.1 GPUs together \(prefill 1 x 0\.5, decode 1 x 0\.6\)"),
+        ((2, 0.6, 1, 0.6), 2, r"prefill\.num_gpus: .* 1\.8 .*, and as each part lies on one of them, they need 3; "),
+        ((1, 1, 2, 1), 1, r"set num_gpus of each pool to 0\.33"),
+    ],
+)  # fmt: skip
+def test_parts_of_gpus_are_added_up(
+    pools: tuple[int, float, int, float], num_gpus: int, reported: str | None, models: Mapping[str, str]
+) -> None:
+    prefill, decode = ({"replicas": pools[at], "num_gpus": pools[at + 1]} for at in (0, 2))
+    asked = config(models, topology="disaggregated", pools={"prefill": prefill, "decode": decode})
+    found = faults(asked, Machine(2, GIB, (GIB,) * num_gpus))
+    assert found == [] if reported is None else re.search(reported, only(found)), found
+
+
+def test_weights_must_fit_into_the_part_of_a_gpu_that_each_replica_would_have(models: Mapping[str, str]) -> None:
+    """Also where parts are what the same check tells to set: so nothing else is refused afterwards."""
+    for part, told in ((0.5, ()), (1, ("pools.prefill.num_gpus",))):
+        pools = {"prefill": {"num_gpus": part}, "decode": {"num_gpus": part}}
+        asked = config(models, topology="disaggregated", pools=pools, engine={"kv_cache_tokens": 1024})
+        found = faults(asked, Machine(2, GIB, (600_000,)))  # more than the weights, and half of it is less
+        assert [re.search(r"args\.([\w.]+)", one)[1] for one in found] == [*told, "model.source"], found
+        assert "on each of 1 replicas, and 0.5 of one GPU has 0.0 GiB; take a smaller model" in found[-1]
 
 
 def test_fp8_weights_take_a_byte_each_and_a_gpu(models: Mapping[str, str], tmp_path: Path) -> None:
@@ -203,9 +237,12 @@ def test_a_model_that_lacks_its_tokenizer_or_its_weights_is_refused(models: Mapp
     ("pool", "reported"),
     [
         ({"num_cpus": 2, "replicas": 4}, None),
-        ({"num_cpus": 2, "replicas": 5}, "num_cpus: the pools ask for 10 CPUs together, and the cluster has 8"),
+        (
+            {"num_cpus": 2, "replicas": 5},
+            "num_cpus: the pools ask for 10 CPUs together (monolith 5 x 2), and the cluster has 8",
+        ),
         ({"num_cpus": 2, "autoscaling": {"max_replicas": 9}}, None),
-        ({"num_gpus": 1}, "num_gpus: the pools ask for 1 GPUs together, and the cluster has 0"),
+        ({"num_gpus": 1}, "num_gpus: the pools ask for 1 GPUs together (monolith 1 x 1), and the cluster has 0"),
     ],
 )
 def test_what_a_cluster_lacks_is_refused(

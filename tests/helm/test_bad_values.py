@@ -70,6 +70,7 @@ BAD: dict[str, dict[str, Any]] = {
         {"config": {"model": {"source": "smollm2-135m"}}},
     # Pools
     "pools.monolith is set, but topology disaggregated has only decode and": {"pools": {"monolith": {"replicas": 3}}},
+    "pools.prefill.gpus is 0.5, and a pod has whole GPUs only; set it to 1": {"pools": {"prefill": {"gpus": 0.5}}},
     "pools.prefill.gpus is 2, but the torch engine runs on one GPU": {"pools": {"prefill": {"gpus": 2}}},
     "pools.decode.autoscaling.minReplicas (5) is above maxReplicas (2); lower it or raise maxReplicas":
         {"pools": {"decode": {"autoscaling": {"enabled": True, "minReplicas": 5, "maxReplicas": 2}}}},

@@ -133,6 +133,9 @@ application's own settings are the application's: the Job of config-check.yaml a
 {{- if and $scale.enabled (gt (int $scale.minReplicas) (int $scale.maxReplicas)) -}}
 {{- fail (printf "pools.%s.autoscaling.minReplicas (%d) is above maxReplicas (%d); lower it or raise maxReplicas." $name (int $scale.minReplicas) (int $scale.maxReplicas)) -}}
 {{- end -}}
+{{- if ne (float64 $pool.gpus) (floor $pool.gpus) -}}
+{{- fail (printf "pools.%s.gpus is %v, and a pod has whole GPUs only; set it to 1, or with a single GPU also config.topology to monolith." $name $pool.gpus) -}}
+{{- end -}}
 {{- if and (not $.Values.vllm.enabled) (gt (int $pool.gpus) 1) -}}
 {{- fail (printf "pools.%s.gpus is %d, but the torch engine runs on one GPU; set it to 1 and raise replicas." $name (int $pool.gpus)) -}}
 {{- end -}}

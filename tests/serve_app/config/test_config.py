@@ -164,6 +164,7 @@ FAULTS += [  # the prefill pool has a GPU
         ({"device": "cpu"}, 0, "pools.prefill.num_gpus", "set it to 0"),
         ({"device": "cuda:0"}, 0, "pools.decode.num_gpus", "set it to 1"),
         ({"device": "cuda:1"}, 2, "engine.device", "set it to auto"),
+        ({"device": "cuda"}, 1.5, "pools.decode.num_gpus", "is 1.5, and above 1 Ray gives whole GPUs: set it to 2"),
         ({"cuda_graphs": True}, 0, "engine.cuda_graphs", "is true, and pools.decode.num_gpus is 0: a CPU has no"),
         ({"max_model_len": 20_000}, 0, "engine.kv_cache_tokens", "got 16384"),
     )
@@ -242,6 +243,7 @@ BY_RAY = {"tensor_parallel_size": 4, "distributed_executor_backend": "ray"}
         ({"tensor_parallel_size": 1}, {"num_gpus": 2}, r"monolith\.num_gpus: is 2, but .* is 1: set one to the other"),
         (BY_RAY | {"pipeline_parallel_size": 2}, {},
          r"pools\.monolith\.num_gpus: is 4, but .*tensor_parallel_size is 4 times pipeline_parallel_size 2"),
+        ({"tensor_parallel_size": 2}, {"num_gpus": 0.5}, r"is 0\.5, but .* is 2, which take a GPU each: set it to 2\."),
         (BY_RAY, {"num_gpus": 0}, r"distributed_executor_backend: is ray, .* set num_gpus of each pool to 4"),
         (BY_RAY, {"topology": "disaggregated"}, r"handoff\.transport: is plasma, .* ray, .* set it to nixl"),
         (BY_RAY, {"topology": "disaggregated", "transport": "nixl"}, None),

@@ -3,10 +3,13 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from speculative.config import EngineConfig
+from speculative.errors import ConfigError
 from speculative.gpu.buckets import Buckets
-from speculative.gpu.memory import graph_bytes
+from speculative.gpu.memory import graph_bytes, tokens_that_fit
 from speculative.gpu.paged_attention import AttentionSizes
 from speculative.gpu.prompt_graph import prompt_sizes
 from speculative.model.config import ModelConfig
@@ -40,3 +43,37 @@ def test_prompts_need_the_activations_of_the_largest_captured_pass_and_room_for_
     given = (2048 - 64) * LLAMA_8B.hidden_size * 2
     assert activations + given < more < activations + given + (16 << 20), "block tables"
     assert estimate(max_batched_tokens=100_000) == estimate(max_batched_tokens=2048)
+
+
+GIB = 2**30
+CARD, WEIGHTS, OF_CUDA = 80 * GIB, 15 * GIB, GIB // 2
+
+
+def bytes_of_an_engine(share: float, others: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """All that one takes of a card of which others have taken so much by the time it measures what is free."""
+    decoder: Any = SimpleNamespace(config=LLAMA_8B, dtype=torch.bfloat16, device=torch.device("cuda"))
+    for name, found in (("empty_cache", None), ("memory_reserved", WEIGHTS)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, found=found: found)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (CARD - others - OF_CUDA - WEIGHTS, CARD))
+    sizes = {"max_model_len": 8192, "max_num_seqs": 64, "max_batched_tokens": 320}
+    tokens = tokens_that_fit(EngineConfig(dtype="bfloat16", gpu_share=share, **sizes), decoder, None)
+    steps = estimate(max_batched_tokens=320)
+    return OF_CUDA + WEIGHTS + steps + tokens * LLAMA_8B.kv_shape.num_values * 2
+
+
+@pytest.mark.parametrize("parts", [(0.5, 0.5), (0.4, 0.6), (0.6, 0.4)], ids=str)
+def test_engines_on_parts_of_a_card_leave_each_other_theirs(
+    parts: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether one measures before the other has begun, has its cache, or is done; and they use what they have."""
+    begun = OF_CUDA + WEIGHTS
+    first, second = (bytes_of_an_engine(part, begun, monkeypatch) for part in parts)
+    assert bytes_of_an_engine(parts[0], 0, monkeypatch) == first
+    assert bytes_of_an_engine(parts[1], first, monkeypatch) == second
+    for part, taken in zip(parts, (first, second), strict=True):
+        assert 0.85 * part < taken / CARD < part
+    assert bytes_of_an_engine(1, begun, monkeypatch) + bytes_of_an_engine(1, begun, monkeypatch) > CARD
+    with pytest.raises(ConfigError, match=r"the GPU has .* nothing is left for the KV cache"):
+        bytes_of_an_engine(1, bytes_of_an_engine(1, 0, monkeypatch), monkeypatch)
+    with pytest.raises(ConfigError, match=r"the engine's 0\.2 of the GPU has 0.* GiB free beside the weights"):
+        bytes_of_an_engine(0.2, begun, monkeypatch)
