@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from speculative.config import EngineConfig
 from speculative.drafting.base import Drafter, NoDrafter
@@ -28,6 +29,7 @@ from speculative.errors import ConfigError, InvalidRequest
 from speculative.model.attention import prepare_by
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
+from speculative.model.new_weights import overwrite
 from speculative.request import Request, Structure
 from speculative.sampling.logprob_checks import LogprobContract
 from speculative.scheduling.draft_length import make_draft_length
@@ -113,12 +115,27 @@ class Assembly:
         weights = load_weights(folder, config, device)
         return cls(weights.decoder, model, config, weights.fingerprint, make_constraint, weights.draft_model)
 
+    @property
+    def networks(self) -> dict[str, nn.Module]:
+        """Return what is computed with, by the names of `Weights.networks`."""
+        drafter = self.eager.drafter
+        model = {"drafter": drafter.model.network} if isinstance(drafter, ModelDrafter) else {}
+        return {"model": self.eager.runner.decoder} | model
+
     def change_weights(self, weights: Weights) -> None:
-        """Build the steps again. The old ones make room before the new ones are complete."""
-        # A drafter without weights goes on with the texts that it has seen.
-        weightless = self.eager.drafter if weights.draft_model is None else NoDrafter()
-        del self.graphs, self.eager, self.executor  # frees the old graphs and the old drafter's cache
-        self._make_steps(weights.decoder, weights.draft_model, weightless)
+        """Copy weights over those on a GPU, for which graphs were captured; on a CPU, build the steps again."""
+        drafter = self.eager.drafter
+        if self.device.type == "cuda":
+            overwrite(self.networks, weights.networks)
+            if isinstance(drafter, ModelDrafter) and weights.draft_model is not None:
+                drafter.rename(weights.draft_model)
+                self.scheduler.draft_length.restart(weights.draft_model.held_out_rates)
+            if self.graphs is not None:
+                self.graphs.judge.follow_ids()
+        else:
+            del self.graphs, self.eager, self.executor  # frees the old drafter's cache
+            # A drafter without weights goes on with the texts that it has seen.
+            self._make_steps(weights.decoder, weights.draft_model, NoDrafter() if weights.draft_model else drafter)
         self.fingerprint = weights.fingerprint  # last: nothing says that it is of the new weights before it is
 
     def manifest(self) -> Manifest:

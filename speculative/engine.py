@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from speculative.assembly import Assembly, use_device
 from speculative.config import EngineConfig
 from speculative.drafting.base import Drafter
-from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.drafting.weights import Weights
 from speculative.errors import EngineFault, HandoffRefused, InvalidRequest, SequenceTooLong
 from speculative.model.arithmetic import Arithmetic, arithmetic_of
@@ -194,8 +193,7 @@ class EngineCore:
     @property
     def networks(self) -> dict[str, nn.Module]:
         """Return what it computes with, by the names of `Weights.networks`."""
-        model = self.drafter.model.network if isinstance(self.drafter, ModelDrafter) else None
-        return {"model": self.runner.decoder} | ({} if model is None else {"drafter": model})
+        return self.parts.networks
 
     def switch(self, weights: Weights, version: str) -> None:
         """Go on with other weights of the same model.
@@ -204,7 +202,8 @@ class EngineCore:
         again from their tokens, and handoffs of the old weights are refused from now on. The self-checks go on: each of
         their terms has mean 0 by the weights that it was drawn with.
 
-        The old makes room before the new is complete. An engine whose switch raises is neither; it must not go on.
+        On a GPU they are copied over the old ones, and have to be of the same form. An engine whose switch raises is
+        neither; it must not go on.
         """
         use_device(self.device)
         self.scheduler.reset()

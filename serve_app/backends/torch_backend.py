@@ -195,7 +195,7 @@ class TorchBackend:
             has_head = engine.config.drafter.model is not None  # else `load_weights` refuses any, found or not
             with naming("drafter_path"):
                 head = resolve_model(drafter, SHIPPED_HEADS) if has_head and drafter is not None else drafter
-            weights = load_weights(folder, engine.config, engine.device, head, check=True)
+            weights = load_weights(folder, engine.config, engine.device, head, check=True, replaced=engine.networks)
             return weights, _Form.of(folder, engine), digests(weights.networks)
 
         self._loaded = None  # free what was loaded before

@@ -42,9 +42,16 @@ class DecoderDraftModel:
 
     @classmethod
     def load(
-        cls, folder: Path, target_folder: Path, target: Decoder, max_model_len: int, *, dtype: torch.dtype
+        cls,
+        folder: Path,
+        target_folder: Path,
+        target: Decoder,
+        max_model_len: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> "DecoderDraftModel":
-        """Load a checkpoint folder to the target's device, for the same kernels.
+        """Load a checkpoint folder to where the target lies, for the same kernels.
 
         Args:
             folder: the draft model's.
@@ -52,15 +59,15 @@ class DecoderDraftModel:
             target: the loaded one.
             max_model_len: tokens of the longest sequence that is drafted for.
             dtype: of its weights.
+            device: that computes with them.
 
         Raises:
             ConfigError: its vocabulary is not the target's, or it has too few positions.
         """
         num_drafted = drafted_ids(folder, target_folder, max_model_len)
-        device, kernels = target.device, target.kernels
-        name = str(dtype).removeprefix("torch.")
+        name, kernels = str(dtype).removeprefix("torch."), target.kernels
         weights = choose_weights("auto", folder, dtype=name, device=device, kernels=kernels)
-        decoder = load_decoder(folder, dtype=dtype, device=device, weights=weights, kernels=kernels)
+        decoder = load_decoder(folder, dtype=dtype, device=target.device, weights=weights, kernels=kernels)
         return cls(decoder, model_fingerprint(folder, weights=weights), num_drafted)
 
     def fuse(self, features: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from speculative.errors import HandoffRefused
 from speculative.model.attention import PreparePass
 from speculative.model.eagle3 import FusedHead
 from speculative.model.layers import Attend
-from speculative.sampling.draft_probs import Dense, PointMass, SubVocabulary
+from speculative.sampling.draft_probs import Dense, PointMass, SubVocabulary, columns_of
 from speculative.scheduling.draft_length import ExpectedRates
 from speculative.state.batch import AttentionRows, Batch, Entry, Int64s, StepInput
 from speculative.state.kv_cache import BlockPool, KVCache, KVShape
@@ -200,6 +200,12 @@ class ModelDrafter(Drafter):
         self._in_buffer: list[_State] = []  # all whose features may lie in the buffer
         num_blocks = cache.data.shape[2] // block_size
         self.edges = cache.data.new_zeros((num_blocks, model.num_features))  # of the last position of marked blocks
+
+    def rename(self, model: DraftModel) -> None:
+        """Take the name of a model whose weights were copied over this one's; sequences have new states by then."""
+        self.model.name = self.state_name = model.name
+        self.model.held_out_rates = model.held_out_rates
+        columns_of.cache_clear()  # it knows tensors of ids, and not what they hold
 
     # -- the drafter's contract ---------------------------------------------------------------------------------
 

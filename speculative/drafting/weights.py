@@ -16,7 +16,9 @@ from speculative.model.applied import check_applied
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 from speculative.model.fingerprint import model_fingerprint
+from speculative.model.layers import pinned_parameters
 from speculative.model.loading import choose_weights, load_decoder, resolve_model
+from speculative.model.new_weights import Networks, require_host_memory, require_same_form
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +42,23 @@ def load_weights(
     drafter: str | Path | None = None,
     decoder: Decoder | None = None,
     check: bool = False,
+    replaced: Networks | None = None,
 ) -> Weights:
     """Load a checkpoint, and the drafter for it. Touches no engine, so it may be done beside one that runs.
 
     Args:
         folder: the target's checkpoint.
         config: what the engine is to be.
-        device: where to.
+        device: that computes with it.
         drafter: the drafter's weights; None = those that `config` names.
         decoder: the target's weights, where they are loaded already.
         check: compare what was loaded with the checkpoints, tensor by tensor.
+        replaced: what a GPU computes with by now: the new weights are kept in the host's pinned memory, to be copied
+            over it. None, or on a CPU = they are loaded to the device.
 
     Raises:
-        ConfigError: files are missing or damaged, target and drafter do not belong together, or a tensor is not what
-            its checkpoint says.
+        ConfigError: files are missing or damaged, target and drafter do not belong together, a tensor is not what its
+            checkpoint says, or they cannot be copied over those that are replaced.
         UnsupportedModel: the checkpoint needs what this engine does not do.
     """
     if drafter is not None and config.drafter.model is None:
@@ -62,14 +67,24 @@ def load_weights(
     kernels = choose_kernels(device) if decoder is None else decoder.kernels
     kind = choose_weights(config.quantization, folder, dtype=config.dtype, device=device, kernels=kernels)
     dtype = getattr(torch, config.dtype)
-    if decoder is None:
-        decoder = load_decoder(folder, dtype=dtype, device=device, weights=kind, kernels=kernels)
-    draft_model = _load_draft_model(folder, config, decoder, drafter)
+    place = device
+    if device.type == "cpu":
+        replaced = None
+    elif replaced is not None:
+        require_host_memory(replaced)
+        place = torch.device("cpu")
+    with pinned_parameters(pin=replaced is not None):
+        if decoder is None:
+            decoder = load_decoder(folder, dtype=dtype, device=place, weights=kind, kernels=kernels)
+        draft_model = _load_draft_model(folder, config, decoder, drafter, device)
     if check:
         check_applied(decoder, folder, dtype)
         if draft_model is not None and isinstance(draft_model.network, Decoder):
             check_applied(draft_model.network, resolve_model(drafter or config.drafter.model or ""), dtype)
-    return Weights(decoder, model_fingerprint(folder, weights=kind), draft_model)
+    weights = Weights(decoder, model_fingerprint(folder, weights=kind), draft_model)
+    if replaced is not None:
+        require_same_form(replaced, weights.networks)
+    return weights
 
 
 def longest_sequence(model: ModelConfig, config: EngineConfig) -> int:
@@ -103,7 +118,7 @@ def check_same_model(folder: Path, served: ModelConfig) -> None:
 
 
 def _load_draft_model(
-    folder: Path, config: EngineConfig, target: Decoder, drafter: str | Path | None
+    folder: Path, config: EngineConfig, target: Decoder, drafter: str | Path | None, device: torch.device
 ) -> DraftModel | None:
     if config.drafter.model is None:
         return None
@@ -112,4 +127,5 @@ def _load_draft_model(
     found, dtype = resolve_model(drafter or config.drafter.model), getattr(torch, config.dtype)
     if config.drafter.kind == "eagle3":
         return Eagle3DraftModel.load(found, target, dtype=dtype, device=target.device)
-    return DecoderDraftModel.load(found, folder, target, longest_sequence(target.config, config), dtype=dtype)
+    longest = longest_sequence(target.config, config)
+    return DecoderDraftModel.load(found, folder, target, longest, dtype=dtype, device=device)

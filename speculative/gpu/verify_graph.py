@@ -107,6 +107,11 @@ class VerifyGraph:
         self._params = SamplingArrays(decoder.config.vocab_size)
         self._captured: dict[tuple[PackedBucket, Extras], Captured[tuple[Tensor, Layout]]] = {}
 
+    def follow_ids(self) -> None:
+        """Read the ids of a head's logits again, after others were copied there."""
+        if self._draft_ids is not None and self._columns is not None:
+            self._columns.copy_(columns_of(self._draft_ids, len(self._columns)))
+
     def prepare(self, bucket: PackedBucket, extras: Extras = NO_EXTRAS) -> Captured[tuple[Tensor, Layout]]:
         """The captured function of a bucket of packed rows; captured now if it is new."""
         if (bucket, extras) not in self._captured:

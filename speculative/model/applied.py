@@ -3,18 +3,17 @@
 Nothing of the loading is trusted: each tensor is read again, and where it belongs is said here once more.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from speculative.errors import ConfigError
-from speculative.model.cpu.fused import FusedLayers
 from speculative.model.cpu.native import NativeLinear, NativeNorm, panels_of
 from speculative.model.decoder import Decoder
-from speculative.model.eagle3 import FusedHead
 from speculative.model.formats import Served, stacked
+from speculative.model.new_weights import Networks, held_tensors
 from speculative.model.quantized import Quantized
 from speculative.model.served_tensors import ServedTensors
 
@@ -50,17 +49,11 @@ def check_applied(decoder: Decoder, folder: Path, dtype: torch.dtype) -> None:
         raise ConfigError(f"{folder}: the kernels read other layers than were loaded; restart the replica.")
 
 
-def digests(networks: Mapping[str, nn.Module]) -> dict[str, bytes]:
+def digests(networks: Networks) -> dict[str, bytes]:
     """Digests of all tensors that some models hold, by their names in them, and where the kernels read them."""
-    found = {}
-    for name, network in networks.items():
-        for path, module in network.named_modules():
-            for attribute, value in {**vars(module), **module._parameters}.items():
-                if isinstance(value, Tensor):
-                    found[f"{name} {path}.{attribute}"] = _digest(value)
-                elif isinstance(value, FusedLayers | FusedHead):
-                    found[f"{name} {attribute}"] = value.addresses
-    return found
+    found = {name: _digest(tensor) for name, tensor in held_tensors(networks).items()}
+    fused = {name: getattr(network, "fused", None) for name, network in networks.items()}
+    return found | {f"{name} fused": own.addresses for name, own in fused.items() if own is not None}
 
 
 def _digest(tensor: Tensor) -> bytes:

@@ -1,6 +1,9 @@
 """The layers of a dense decoder, over packed rows: N tokens of any number of sequences, no batch dimension."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Protocol
 
 import torch
@@ -24,9 +27,23 @@ class Attend(Protocol):
     ) -> Tensor: ...
 
 
+_pinning = ContextVar("pinning", default=False)
+
+
+@contextmanager
+def pinned_parameters(*, pin: bool) -> Iterator[None]:
+    """Keep the parameters of models that are built here in pinned memory, if they are on the host."""
+    before = _pinning.set(pin)
+    try:
+        yield
+    finally:
+        _pinning.reset(before)
+
+
 def nan_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """A parameter full of NaN, so that a weight nobody loaded is found."""
-    return nn.Parameter(torch.full(shape, math.nan, dtype=dtype, device=device), requires_grad=False)
+    full = torch.full(shape, math.nan, dtype=dtype, device=device, pin_memory=_pinning.get())
+    return nn.Parameter(full, requires_grad=False)
 
 
 class Matrix(nn.Module):

@@ -11,8 +11,9 @@
 - A buffer that is copied to or from without blocking is the host's again when an event behind its copy was waited for.
   Until then what comes from the device is garbage, pinned or not, and what goes there may not change.
 - A stream works only once it has waited for what other streams were given before.
+- Where it has a limit of memory, all tensors outside of graphs count.
 
-It does not see numerics, 32-bit offsets, or memory but that of graphs.
+It does not see numerics or 32-bit offsets.
 """
 
 import itertools
@@ -48,6 +49,7 @@ from speculative.model.config import PLAIN, ScoreRule
 from speculative.model.fp8 import Rows, ScaledRows, quantize_rows
 from speculative.model.layers import Attend, Attention, LayerOps, RMSNorm, Rotation
 from speculative.model.rotary import Rotary, rotate
+from speculative.sampling.draft_probs import columns_of
 from speculative.step.vocabulary_ops import VocabularyOps
 from tests.support.torch_operators import TorchAttend, TorchDrafts, TorchJudge, attend_packed, torch_edit, torch_floors
 
@@ -90,6 +92,8 @@ class DeviceTensor(Tensor):
         current = PretendedCuda.current
         if current is not None and current.capturing is not None:
             current.capturing.made.append((weakref.ref(self), held))
+        elif current is not None and current.memory is not None:
+            current.take(self)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -177,12 +181,17 @@ class PretendedCuda(TorchFunctionMode):
     num_launches: outside of graphs, while `counts_launches`; so are the nodes of graphs.
     graphs: in the order of their captures; when they are first needed, and all that the product captures before the
     first request only if `capture_beforehand`, which takes a second or two.
+    memory: bytes that it has; None = as many as anybody asks for. taken: of tensors that are alive.
     """
 
     current: "PretendedCuda | None" = None
 
-    def __init__(self, *, count_launches: bool = False, capture_beforehand: bool = False) -> None:
+    def __init__(
+        self, *, count_launches: bool = False, capture_beforehand: bool = False, memory: int | None = None
+    ) -> None:
         super().__init__()
+        self.memory, self.taken = memory, 0
+        self._holders: Counter[int] = Counter()  # tensors of each storage
         self._captures_beforehand = capture_beforehand
         self.counts_launches = count_launches
         self.graphs: list[_Recording] = []
@@ -238,7 +247,8 @@ class PretendedCuda(TorchFunctionMode):
 
         return {
             "torch.cuda.is_available": lambda: True,
-            "torch.cuda.mem_get_info": lambda *_: (2**40, 2**40),
+            "torch.cuda.mem_get_info": lambda *_: ((self.memory or 2**40) - self.taken, self.memory or 2**40),
+            "torch.cuda.host_memory_stats": Counter,
             "torch.cuda.memory_reserved": lambda *_: 0,
             "torch.cuda.memory_allocated": lambda *_: 0,
             "torch.cuda.empty_cache": lambda: None,
@@ -506,6 +516,20 @@ class PretendedCuda(TorchFunctionMode):
             assert not late, "a stream works while another does, and has not waited for it"
             self.stream.work += 1
 
+    def take(self, tensor: DeviceTensor) -> None:
+        """Count a tensor's memory until the last one that shares it is gone."""
+        storage = tensor.held.untyped_storage()
+        where, size = storage.data_ptr(), storage.nbytes()
+        self._holders[where] += 1
+        weakref.finalize(tensor, self._give_back, where, size)
+        self.taken += size if self._holders[where] == 1 else 0
+        if self.memory is not None and self.taken > self.memory:
+            raise torch.OutOfMemoryError(f"{DEVICE} has {self.memory} bytes, and {self.taken} were taken")
+
+    def _give_back(self, where: int, size: int) -> None:
+        self._holders[where] -= 1
+        self.taken -= 0 if self._holders[where] else size
+
     def _wait(self, what: str) -> None:
         frame = sys._getframe()
         while frame is not None and ("/speculative/" not in (file := frame.f_code.co_filename) or "/tests/" in file):
@@ -660,6 +684,10 @@ class _RowJudge:
         layouts = list[Layout]()
 
         def judge(*given: Any) -> Tensor:
+            own = given[-1]
+            if own is not None and own.ids is not None:  # torch's numbers are made without the columns
+                columns = columns_of.__wrapped__(own.ids, len(own.columns))
+                assert torch.equal(own.columns, columns), "the kernel reads columns of other ids"
             vector, layout = self._judge(*given)
             layouts.append(layout)
             return vector

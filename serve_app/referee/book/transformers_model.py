@@ -27,6 +27,7 @@ from speculative.model.end_tokens import end_tokens
 from speculative.model.fingerprint import model_fingerprint
 from speculative.model.formats import LM_HEAD, format_of
 from speculative.model.loading import checkpoint_files, resolve_model
+from speculative.model.new_weights import free_host_bytes
 from speculative.model.served_tensors import ServedTensors
 from speculative.model.tensor_files import check_tensors
 from speculative.request import ReplayedToken, Request, TokenLogprobs
@@ -236,25 +237,9 @@ def _load(folder: Path, weights: ServedWeights) -> TransformersModel:
         raise ConfigError(f"{folder} no longer holds what is served: fingerprint {found}, not {weights.fingerprint}.")
     share = _ROUNDED_SHARE if is_rounded(weights.form) else _FLOAT32_SHARE
     needed = share * sum(file.stat().st_size for file in checkpoint_files(folder))
-    if needed > (free := _free_bytes()):
+    if needed > (free := free_host_bytes()):
         raise UnsupportedModel(f"{folder} in float32 takes {needed / _GIB:.1f} GiB; only {free / _GIB:.1f} are free.")
     return TransformersModel(folder, weights.form)
-
-
-def _free_bytes() -> int:
-    """Memory that is left on this machine, or to the container that this runs in."""
-    free = [1024 * _number("/proc/meminfo", "MemAvailable:")]
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and (text := limit.read_text(encoding="ascii").strip()).isdecimal():
-        used = sum(_number("/sys/fs/cgroup/memory.stat", name) for name in ("anon", "shmem"))
-        free.append(int(text) - used)
-    return min(free)
-
-
-def _number(path: str, name: str) -> int:
-    """Return what a file says of a name, in a line of its own."""
-    lines = Path(path).read_text(encoding="ascii").splitlines()
-    return next(int(words[1]) for words in map(str.split, lines) if words[0] == name)
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

@@ -1,8 +1,6 @@
 """Engines on a pretended CUDA device against the plain ones on the CPU, token for token."""
 
 import dataclasses
-import gc
-import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -28,6 +26,7 @@ from speculative.gpu.paged_attention import AttentionSizes
 from speculative.gpu.prompt_graph import prompt_sizes
 from speculative.gpu.staged_inputs import Field
 from speculative.kernels import chosen
+from speculative.model.applied import digests
 from speculative.model.attention import prepare_by
 from speculative.model.formats.fp8 import Fp8, Fp8Linear
 from speculative.request import Request, SamplingParams
@@ -228,19 +227,6 @@ def test_scoring(load: Load) -> None:
     assert_same(*on_both(scene, load))
 
 
-@pytest.mark.parametrize("name", ["ngram", "draft_model"])
-def test_a_switch_of_weights(load: Load, target: Path, drafters: dict[str, DrafterConfig], name: str) -> None:
-    def scene(load: Load) -> dict[str, Answer]:
-        engine, found = load(drafter=drafters[name], max_num_seqs=2), defaultdict[str, Answer](Answer)
-        add_all(engine, SHORT)
-        for _ in range(6):
-            take(found, engine.step())
-        engine.switch(load_weights(target, engine.config, engine.device), "2")
-        return run(engine, found)
-
-    assert_same(*on_both(scene, load))
-
-
 def test_preemptions(load: Load, drafters: dict[str, DrafterConfig]) -> None:
     def scene(load: Load) -> dict[str, Answer]:
         engine = load(drafter=drafters["draft_model"], kv_cache_tokens=96, max_model_len=96)
@@ -385,33 +371,76 @@ def test_eager_results_that_are_read_before_they_came_are_found(load: Load, monk
 # -- memory ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["ngram", "eagle3"])
-def test_a_switch_frees_the_old_graphs_and_the_old_drafters_cache_first(
-    load: Load, target: Path, drafters: dict[str, DrafterConfig], name: str, monkeypatch: pytest.MonkeyPatch
+STAGING = 2**14  # bytes of the device that an update may take
+
+
+@pytest.mark.parametrize(
+    ("name", "graphs"), [("none", True), ("ngram", True), ("draft_model", True), ("eagle3", True), ("eagle3", False)]
+)
+def test_new_weights_are_copied_over_the_old_where_the_cache_has_all_other_memory(
+    load: Load, drafters: dict[str, DrafterConfig], name: str, graphs: bool, tmp_path: Path
 ) -> None:
-    alive: list[bool] = []
-    with PretendedCuda():
-        engine = load(device="cuda", drafter=drafters[name], max_num_seqs=2)
+    """With requests under way; the new head drafts other tokens than the old. Nothing is captured again."""
+    new = write_tiny_model(tmp_path / "new", vocab_size=64, num_hidden_layers=4, seed=9)
+    head = write_tiny_head(tmp_path / "head", new, draft_ids=torch.arange(24) * 2 + 5)
+    drafter = {"draft_model": new, "eagle3": head}.get(name)
+
+    def scene(load: Load) -> dict[str, Answer]:
+        engine, found = load(drafter=drafters[name], max_num_seqs=2), defaultdict[str, Answer](Answer)
         add_all(engine, SHORT)
-        for _ in range(4):
-            engine.step()
-        assert engine.parts.graphs is not None
-        old = [weakref.ref(engine.parts.graphs), weakref.ref(engine.parts.graphs.buffers.hidden)]
-        if isinstance(engine.drafter, ModelDrafter):
-            old += [weakref.ref(engine.drafter), weakref.ref(engine.drafter.cache.data)]
-        make_steps = engine.parts._make_steps
+        for _ in range(6):
+            take(found, engine.step())
+        device, old = PretendedCuda.current, digests(engine.networks)
+        if device is not None:
+            captured, device.memory = len(device.graphs), device.taken + STAGING
+            with pytest.raises(torch.OutOfMemoryError):
+                load_weights(new, engine.config, engine.device, drafter)
+        given = (new, engine.config, engine.device, drafter)
+        weights = load_weights(*given, check=True, replaced=engine.networks)
+        assert digests(engine.networks) == old != digests(weights.networks)
+        if device is not None:
+            device.clear()
+        engine.switch(weights, "2")
+        assert digests(engine.networks) == digests(weights.networks)
+        if device is not None:
+            # Parameters are pinned; tables of rotations and a head's ids are not.
+            assert device.waits["upload from pageable memory", "model/new_weights.py:overwrite"] <= 3
+            device.memory = 2**40
+        run(engine, found)
+        assert device is None or len(device.graphs) == captured
+        assert engine.manifest.fingerprint == weights.fingerprint
+        if weights.draft_model is not None:
+            assert engine.manifest.drafter_state == weights.draft_model.name
+        return found
 
-        def watched(*arguments: Any) -> None:
-            alive.extend(one() is not None for one in old)
-            make_steps(*arguments)
+    expected = scene(load)
+    with PretendedCuda(capture_beforehand=True, memory=2**40):
+        assert_same(scene(lambda **changes: load(device="cuda", cuda_graphs=graphs, **changes)), expected)
 
-        monkeypatch.setattr(engine.parts, "_make_steps", watched)
-        gc.disable()
-        try:
-            engine.switch(load_weights(target, engine.config, engine.device), "2")
-        finally:
-            gc.enable()
-    assert alive and not any(alive)
+
+def test_an_update_that_cannot_take_the_place_of_what_is_served_is_refused_and_changes_nothing(
+    load: Load, target: Path, drafters: dict[str, DrafterConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Fp8, "why_not", lambda *_: "")
+    own_embedding = write_tiny_head(tmp_path / "own", target, own_embedding=True)
+    more_ids = write_tiny_head(tmp_path / "more", target, draft_ids=torch.arange(30))
+    with PretendedCuda():
+        engine = load(device="cuda", drafter=drafters["eagle3"])
+        old, manifest = digests(engine.networks), engine.manifest
+        for head, quantization, named in (
+            (own_embedding, "auto", r"drafter \.embedding is"),
+            (more_ids, "auto", r"drafter \.draft_ids is \[30\]"),
+            (None, "fp8", r"model layers\.0\.attention\.o_proj\.weight is .* torch\.float8"),
+        ):
+            given = (target, replace(engine.config, quantization=quantization), engine.device, head)
+            with pytest.raises(ConfigError, match=f"of another form .*: {named}"):
+                load_weights(*given, replaced=engine.networks)
+            with pytest.raises(ConfigError, match=f"of another form .*: {named}"):
+                engine.switch(load_weights(*given), "2")
+        monkeypatch.setattr("speculative.model.new_weights.free_host_bytes", lambda: 1000)
+        with pytest.raises(ConfigError, match=r"the host's memory before the GPU gets them: 0.0 GiB, and 0.0 are free"):
+            load_weights(target, engine.config, engine.device, replaced=engine.networks)
+        assert (digests(engine.networks), engine.manifest, engine.weight_version) == (old, manifest, "default")
 
 
 @pytest.mark.parametrize("fault", ["", "a pool for every graph"])

@@ -219,7 +219,7 @@ async def test_weights_that_it_cannot_have_are_said_once_and_counted(
     changes: dict[str, str | None],
     free_bytes: int,
 ) -> None:
-    monkeypatch.setattr(transformers_referee, "_free_bytes", lambda: free_bytes)
+    monkeypatch.setattr(transformers_referee, "free_host_bytes", lambda: free_bytes)
     bench = Bench(court, replay=by_transformers(weights(folder, **changes)))
     await bench.judge(served(0), served(1))
     assert bench.results["unsupported"] == 2
