@@ -3,11 +3,14 @@
 One step schedules, drafts, verifies and commits, and only then the next begins.
 """
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,11 +20,12 @@ from speculative.assembly import Assembly, use_device
 from speculative.config import EngineConfig
 from speculative.drafting.base import Drafter
 from speculative.drafting.weights import Weights
-from speculative.errors import EngineFault, HandoffRefused, InvalidRequest, SequenceTooLong
+from speculative.errors import HandoffRefused, InvalidRequest, SequenceTooLong
 from speculative.model.arithmetic import Arithmetic, arithmetic_of
 from speculative.request import Request, Speculation, Structure, TokenDelta
 from speculative.state.batch import Batch, StepOutcome
-from speculative.state.handoff import Blob, ComputedTokenState, allocate_blob, decode_state, seal
+from speculative.state.handoff import Arrival, Blob, ComputedTokenState, Export, check_manifest, decode_state
+from speculative.state.kv_cache import KVCache
 from speculative.state.sequence import Phase, Sequence
 from speculative.state.token_constraint import ConstraintMaker, TokenConstraint
 from speculative.stats import EngineUsage, StepStats
@@ -41,6 +45,7 @@ class EngineCore:
         self.max_model_len, self.stats, self.cache = parts.max_model_len, parts.stats, parts.cache
         self.scheduler, self.self_check = parts.scheduler, parts.self_check
         self.manifest = parts.manifest()
+        self.scheduler.bring_in = self._bring_in
 
     @classmethod
     def load(cls, folder: Path, config: EngineConfig, make_constraint: ConstraintMaker | None = None) -> "EngineCore":
@@ -77,54 +82,65 @@ class EngineCore:
         constraint = self.parts.constraint_of(request)
         self._admit(Sequence(request, prefill_only_after=prefill_only_after, tokens=tokens, constraint=constraint))
 
-    def insert(self, request: Request, blob: Blob) -> None:
-        """Go on from a handoff.
+    def unpack(self, blob: Blob) -> ComputedTokenState:
+        """Check a handoff, and read it without a copy. Any thread may call it.
 
         Raises:
-            HandoffRefused: damaged, of another build, or of another request.
+            HandoffRefused: damaged, or of another build.
+        """
+        return decode_state(blob, self.manifest)
+
+    def insert(self, request: Request, state: ComputedTokenState) -> None:
+        """Go on from a handoff. Its tensors are read until the request has begun, and then let go.
+
+        Raises:
+            HandoffRefused: of other weights than are computed with by now, or of another request.
             InvalidRequest: it does not fit the model.
         """
-        with _timed(self.stats, "check_s"):
-            state = decode_state(blob, self.manifest)
+        check_manifest(asdict(state.manifest), self.manifest)
         if state.token_ids[: state.num_prompt] != request.prompt_token_ids:
             raise HandoffRefused("request", "The handoff was computed for another prompt.")
         self.check(request, state.token_ids)
+        constraint = self.parts.constraint_of(request)
         sequence = Sequence(
-            request,
-            tokens=state.token_ids,
-            imported_kv={"kv": state.kv},  # so that it owes no prompt logprobs; the drafter's part is checked below
-            constraint=self.parts.constraint_of(request),
-            num_cached=state.num_cached,
+            request, tokens=state.token_ids, imported=state, constraint=constraint, num_cached=state.num_cached
         )
-        sequence.imported_kv = {"kv": state.kv, **self.drafter.check_state(sequence, state.extra)}
+        sequence.imported = replace(state, extra=self.drafter.check_state(sequence, state.extra))
         self._admit(sequence)
 
-    def export(self, request_id: str) -> Blob:
-        """Take a held request out, as bytes that another engine can insert. Its blocks become free.
-
-        Raises:
-            EngineFault: the KV contains NaN or infinity; it is neither exported nor cached.
-        """
+    def export(self, request_id: str) -> Export:
+        """Take a held request out; its blocks become free. What other engines can insert is `finish`ed elsewhere."""
         use_device(self.device)
         sequence = self.scheduler.find(request_id)
         if sequence is None or sequence.phase is not Phase.HELD:
             raise KeyError(f"{request_id} is not held for export.")
         with _timed(self.stats, "export_s"):
             extra = self.drafter.export_state(sequence)
-            state = ComputedTokenState(
-                tuple(sequence.tokens), sequence.num_prompt, sequence.reply.num_cached, torch.empty(0), extra
-            )
-            blob, kv = allocate_blob(state, self.manifest)  # `kv` lies in the blob: that saves a copy
-            self.cache.read_all(self._slots(sequence, 0, sequence.num_computed), kv)
-            # A position that is no number spoils every later one in the layers above: the last position shows all
-            # layers but the last one, whose keys and values nothing here has read.
-            sound = bool(kv[:, :, -1:].isfinite().all() and kv[-1].isfinite().all())
-            if not sound:
-                self.scheduler.pool.withdraw(sequence.blocks)  # before `_release` empties the list
-            self._release(sequence)  # before the error, behind which nobody would free its blocks
-            if not sound:
-                raise EngineFault("The computed keys and values are not finite; nothing was handed off.")
-            return seal(blob)
+            num_computed, caches = sequence.num_computed, self._caches(sequence)
+            shapes: dict[str, tuple[int, ...]] = {
+                name: (num_computed, *cache.shape.of_position) for name, cache in caches.items()
+            }
+            shapes |= {name: tuple(section.shape) for name, section in extra.items()}
+            num_values = sum(math.prod(shape) for shape in shapes.values())
+            export = Export(self.manifest, len(sequence.tokens), num_values * self.cache.data.itemsize)
+            slots = self._slots(sequence, 0, num_computed)
+            for name, shape in shapes.items():
+                values = export.place(shape)
+                if name in caches:
+                    caches[name].read_all(slots, values)
+                else:
+                    values.copy_(extra[name])
+                export.left.append(partial(export.take, values, of_target=name == "kv"))
+            del shapes["kv"]
+            export.describe(sequence.tokens, sequence.num_prompt, sequence.reply.num_cached, shapes)
+            export.block_names = sequence.block_hashes(num_computed, self.config.block_size)
+            self._release(sequence)
+            return export
+
+    def withdraw(self, export: Export) -> None:
+        """Have nobody find in the prefix cache what could not be handed off."""
+        pool = self.scheduler.pool
+        pool.withdraw([block for name in export.block_names for block in pool.find([name])])
 
     def abort(self, request_id: str) -> bool:
         """Let a request go, wherever it stands; False when it is not here."""
@@ -238,9 +254,6 @@ class EngineCore:
         batch = self.scheduler.schedule()
         if batch is None:
             return []
-        self._restore(batch.admitted)  # even if nothing is computed: their blocks are in the prefix cache already
-        if not batch.entries:
-            return []
         outcome = self.parts.executor.run(batch)
         deltas = self.scheduler.commit(batch, outcome)
         self._record(batch, outcome, deltas)
@@ -253,18 +266,23 @@ class EngineCore:
             self.self_check.admit(sequence, self.stats)
         self.scheduler.add(sequence)
 
-    def _restore(self, admitted: Tokens[Sequence]) -> None:
-        """Write what was computed elsewhere into the blocks of sequences that came by handoff."""
-        for sequence in admitted:
-            if sequence.imported_kv is not None:
-                with _timed(self.stats, "insert_s"):
-                    start, stop = sequence.num_shared, len(sequence.tokens) - 1
-                    self.cache.write_all(
-                        self._slots(sequence, start, stop), sequence.imported_kv["kv"][:, :, start:stop]
-                    )
-                    if len(sequence.imported_kv) > 1:  # the drafter has sections of its own
-                        self.drafter.import_state(sequence, sequence.imported_kv)
-                    sequence.imported_kv = None
+    def _bring_in(self, sequence: Sequence) -> Arrival | None:
+        """Write what was computed elsewhere into the blocks of a sequence."""
+        state = sequence.imported
+        assert state is not None
+        with _timed(self.stats, "insert_s"):
+            values = {"kv": state.kv, **state.extra}
+            for name, cache in self._caches(sequence).items():
+                start = sequence.num_shared if name == "kv" else 0  # shared blocks may lack the drafter's rows
+                slots = self._slots(sequence, start, state.num_computed)
+                cache.write_all(slots, values[name][start:].to(self.device))
+            self.drafter.import_state(sequence, state.extra)
+        return None
+
+    def _caches(self, sequence: Sequence) -> dict[str, KVCache]:
+        """The caches whose rows a handoff of a sequence has, by section."""
+        of_drafter = self.drafter.cache_of(sequence)
+        return {"kv": self.cache} if of_drafter is None else {"kv": self.cache, "drafter_kv": of_drafter}
 
     def _record(self, batch: Batch, outcome: StepOutcome, deltas: list[TokenDelta]) -> None:
         self.stats.num_steps += 1

@@ -8,11 +8,12 @@ import asyncio
 import contextlib
 import functools
 import logging
+import operator
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,6 +43,7 @@ from speculative.model.file_names import QUANTIZED_FILE
 from speculative.model.head_checkpoint import held_out_rates
 from speculative.model.loading import choose_weights, resolve_model
 from speculative.request import FinishReason, Request, Speculation, TokenDelta
+from speculative.state.handoff import Export
 from speculative.stats import DEAD_END, CheckState, EngineUsage, StepStats
 from speculative.warm_up import warm_up
 from speculative.weight_formats import is_rounded
@@ -53,7 +55,7 @@ _LOOK_EVERY_S = 1.0  # checks whether an awaited engine is alive
 _STALLED_AFTER_S = 120.0  # a step that takes longer counts as hung
 
 Command = Callable[[EngineCore], None]
-Event = TokenDelta | Handoff | Exception
+Event = TokenDelta | Export | Exception
 """Item of a request's queue: a delta; the handoff once it is held; or the reason that it could not start."""
 
 
@@ -137,9 +139,16 @@ class TorchBackend:
         """Prefill and decode here."""
         return self._deltas(request, lambda engine: engine.add(request, emitted=emitted))
 
-    def resume(self, request: Request, handoff: Handoff) -> AsyncGenerator[TokenDelta, None]:
-        """Continue from a handoff."""
-        return self._deltas(request, lambda engine: engine.insert(request, handoff))
+    async def resume(self, request: Request, handoff: Handoff) -> AsyncGenerator[TokenDelta, None]:
+        """Continue from a handoff, which is checked beside the steps."""
+        with self._timed("check_s"):
+            state = await asyncio.to_thread(self._live_engine().unpack, handoff)
+        begin = operator.methodcaller("insert", request, state)
+        del handoff, state  # it would otherwise stay in the object store for as long as the stream runs
+        async with contextlib.aclosing(self._deltas(request, begin)) as deltas:
+            del begin
+            async for delta in deltas:
+                yield delta
 
     async def prefill(self, request: Request, *, first_token: bool) -> Prefilled:
         """Compute the prompt and hand it off."""
@@ -149,13 +158,20 @@ class TorchBackend:
             self._to_export.add(request.request_id)
 
         deltas: list[TokenDelta] = []
-        handoffs: list[Handoff] = []
-        async with contextlib.aclosing(self._deltas(request, begin, handoffs.append)) as arriving:
+        exports: list[Export] = []
+        async with contextlib.aclosing(self._deltas(request, begin, exports.append)) as arriving:
             async for delta in arriving:
                 if delta.error is not None:
                     raise EngineFault(delta.error)
                 deltas.append(delta)
-        return Prefilled(tuple(deltas), handoffs[0] if handoffs else None)
+        if not exports:
+            return Prefilled(tuple(deltas), None)
+        try:
+            with self._timed("export_s"):
+                return Prefilled(tuple(deltas), await asyncio.to_thread(exports[0].finish))
+        except EngineFault:  # one damaged prompt is no reason to stop the engine
+            self._commands.put(lambda engine: engine.withdraw(exports[0]))
+            raise
 
     def abort(self, request_id: str) -> None:
         """End a running request; its stream ends with a last delta."""
@@ -277,7 +293,7 @@ class TorchBackend:
             raise EngineFault(f"A step has been running for more than {_STALLED_AFTER_S:.0f} s.")
 
     async def _deltas(
-        self, request: Request, begin: Command, hand_off: Callable[[Handoff], None] | None = None
+        self, request: Request, begin: Command, hand_off: Callable[[Export], None] | None = None
     ) -> AsyncGenerator[TokenDelta, None]:
         """A request's deltas, from its start to its end or its handoff; leaving early aborts it."""
         self.check_health()
@@ -311,6 +327,14 @@ class TorchBackend:
             self._begun.discard(request_id)
             if not self._begun:
                 self._idle.set()
+
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Add to the engine's stats what is done for it elsewhere."""
+        began = time.perf_counter()
+        yield
+        with self._stats_lock:
+            setattr(self._stats, name, getattr(self._stats, name) + time.perf_counter() - began)
 
     async def _prepare(self, request: Request) -> None:
         """Compile the request's structure without blocking a step; the engine then finds it compiled."""
@@ -424,10 +448,7 @@ class TorchBackend:
                 events: list[tuple[str, Event]] = [(delta.request_id, delta) for delta in deltas]
                 for request_id in self._to_export.intersection(engine.held_ids):
                     self._to_export.discard(request_id)
-                    try:
-                        events.append((request_id, engine.export(request_id)))
-                    except EngineFault as error:  # one damaged prompt is no reason to stop the engine
-                        events.append((request_id, error))
+                    events.append((request_id, engine.export(request_id)))
                 stalled = not events and not engine.scheduler.is_running
                 if events:
                     self._call(self._publish, events)

@@ -10,6 +10,7 @@ from torch import Tensor
 from speculative.draft_tree import DraftTree
 from speculative.sampling.draft_probs import DraftProbs, PointMass, num_rows
 from speculative.state.batch import Batch, Int64s, StepInput
+from speculative.state.kv_cache import KVCache
 from speculative.state.sequence import Sequence
 from speculative.state.token_constraint import Bools
 
@@ -93,17 +94,21 @@ class Drafter:
     def forget(self, request_id: str) -> None:
         """Drop what is kept about a request that has left."""
 
+    def cache_of(self, sequence: Sequence) -> KVCache | None:
+        """The keys and values of its own that a handoff takes along, as the section `drafter_kv`."""
+        return None
+
     def export_state(self, sequence: Sequence) -> dict[str, Tensor]:
-        """The sections of a handoff that drafting on needs."""
+        """Bring `cache_of` up to date, and return the other sections of a handoff that drafting on needs."""
         return {}
 
     def check_state(self, sequence: Sequence, sections: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The sections of a handoff that `import_state` will read; none where it need not be called. Raises
-        HandoffRefused: a section is missing or has another shape."""
+        """The sections of a handoff that will be read; none where nothing is drafted. Raises HandoffRefused: a section
+        is missing or has another shape."""
         return {}
 
     def import_state(self, sequence: Sequence, sections: Mapping[str, Tensor]) -> None:
-        """Take in the sections of a handoff; the sequence has its blocks."""
+        """Go on from the sections of a handoff; the sequence has its blocks, and `cache_of` what belongs into them."""
 
 
 class NoDrafter(Drafter):

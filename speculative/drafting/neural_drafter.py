@@ -314,22 +314,20 @@ class ModelDrafter(Drafter):
 
     # -- handoff ------------------------------------------------------------------------------------------------
 
+    def cache_of(self, sequence: Sequence) -> KVCache | None:
+        """Return its own, for a sequence that drafts."""
+        return self.cache if _drafts_for(sequence) else None
+
     def export_state(self, sequence: Sequence) -> dict[str, Tensor]:
-        """The sections of a handoff: the rows of all computed tokens, and the features the next one needs."""
+        """Compute the rows of all computed tokens; return the features that the next one needs."""
         if not _drafts_for(sequence):
             return {}
         num_computed = sequence.num_computed
         self._empty_buffer()
         self._catch_up([(sequence, num_computed)])
-        slots = self._slots(sequence, 0, num_computed)
-        shape = self.cache.shape
-        rows = self.cache.data.new_empty((shape.num_layers, 2, num_computed, shape.num_kv_heads, shape.head_dim))
-        self.cache.read_all(slots, rows)
-        sections = {"drafter_kv": rows}
-        if self.capture:
-            features = self._features(self._state(sequence), num_computed - 1, num_computed)
-            sections["drafter_features"] = features
-        return sections
+        if not self.capture:
+            return {}
+        return {"drafter_features": self._features(self._state(sequence), num_computed - 1, num_computed)}
 
     def check_state(self, sequence: Sequence, sections: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The sections of a handoff needed to continue drafting; none if nothing is drafted. Raises HandoffRefused: a
@@ -338,7 +336,7 @@ class ModelDrafter(Drafter):
             return {}
         shape, num_computed = self.cache.shape, len(sequence.tokens) - 1
         wanted: dict[str, tuple[int, ...]] = {
-            "drafter_kv": (shape.num_layers, 2, num_computed, shape.num_kv_heads, shape.head_dim)
+            "drafter_kv": (num_computed, shape.num_layers, 2, shape.num_kv_heads, shape.head_dim)
         }
         if self.capture:
             wanted["drafter_features"] = (min(1, num_computed), self.model.num_features)
@@ -349,8 +347,9 @@ class ModelDrafter(Drafter):
 
     def import_state(self, sequence: Sequence, sections: Mapping[str, Tensor]) -> None:
         """Load the sections of a handoff; the sequence already has its blocks."""
+        if not sections:
+            return
         num_computed = len(sequence.tokens) - 1
-        self.cache.write_all(self._slots(sequence, 0, num_computed), sections["drafter_kv"])
         state = _State(sequence.admission, max(self._first_row, num_computed))
         if self.capture and num_computed > 0:
             state.features.append((num_computed - 1, sections["drafter_features"].to(self._device)))
@@ -605,9 +604,6 @@ class ModelDrafter(Drafter):
         token_ids = tokens if isinstance(tokens, Tensor) else sent_tokens[0]
         hidden = self.model.run(token_ids, hidden, sent, attend)
         return hidden if len(hidden) == len(spans) else hidden[lasts]
-
-    def _slots(self, sequence: Sequence, start: int, stop: int) -> Tensor:
-        return torch.from_numpy(sequence.slots(stop, self._block_size)[start:]).to(self._device)
 
 
 def _check_version(span: _Span, version: int) -> None:

@@ -10,7 +10,7 @@ are freed and its tokens are computed again later. Drafts get no more than what 
 import functools
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from speculative.config import EngineConfig
 from speculative.draft_tree import rows_of_levels
@@ -19,6 +19,7 @@ from speculative.sampling.logprob_checks import LogprobContract
 from speculative.scheduling.draft_length import DraftLength, DraftPlan
 from speculative.scheduling.request_queue import RequestQueue
 from speculative.state.batch import Batch, Entry, SequenceResult, StepOutcome
+from speculative.state.handoff import Arrival
 from speculative.state.kv_cache import BlockPool
 from speculative.state.sequence import Phase, Sequence
 from speculative.stats import DEAD_END, INVARIANTS, LOGPROB_RULES, EngineUsage, StepStats
@@ -58,12 +59,14 @@ class Scheduler:
         self._most_drafts = config.drafter.max_drafts
         self._widths = config.drafter.widths
         self.drafter_reads_features = False  # set by `Assembly`, which makes drafters after this
+        self.bring_in: Callable[[Sequence], Arrival | None] = lambda _: None  # a handoff, into its blocks; None = it is
         self.speculation = Speculation.ON
         self.weight_version = DEFAULT_VERSION
         self._canaries_turn = False
         self._live: dict[str, Sequence] = {}  # everything below, by request id
         self._waiting = RequestQueue(config.priority_ageing_s)
         self._running: list[Sequence] = []  # oldest first
+        self._arriving: list[Sequence] = []
         self._held: dict[str, Sequence] = {}
 
     # -- what comes and goes ------------------------------------------------------------------------------------
@@ -83,6 +86,8 @@ class Scheduler:
             self._running.remove(sequence)
         elif sequence.phase is Phase.WAITING:
             self._waiting.remove(sequence)
+        elif sequence.phase is Phase.ARRIVING:
+            self._arriving.remove(sequence)
         elif sequence.phase is Phase.HELD:
             del self._held[sequence.request.request_id]
         del self._live[sequence.request.request_id]
@@ -93,12 +98,17 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Return whether a step would have anything to do."""
-        return bool(self._running or len(self._waiting))
+        return bool(self._running or self._arriving or len(self._waiting))
 
     @property
     def is_running(self) -> bool:
-        """Return whether anything is admitted and being computed."""
-        return bool(self._running)
+        """Return whether anything is admitted: computed, or on its way into its blocks."""
+        return bool(self._running or self._arriving)
+
+    @property
+    def arriving(self) -> tuple[Sequence, ...]:
+        """Sequences whose handoffs are being copied into their blocks."""
+        return tuple(self._arriving)
 
     @property
     def held(self) -> tuple[Sequence, ...]:
@@ -107,7 +117,7 @@ class Scheduler:
 
     def usage(self) -> EngineUsage:
         """Current usage. Callable from any thread."""
-        running, replays_waiting = tuple(self._running), self._waiting.num_replays
+        running, replays_waiting = (*self._running, *self._arriving), self._waiting.num_replays
         replays_running = sum(sequence.request.replay for sequence in running)
         return EngineUsage(
             num_running=len(running) - replays_running,
@@ -124,7 +134,7 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """Choose this step's work and allocate its blocks. None when there is nothing to compute."""
         self._make_room()  # first, so that nobody new takes the block that a running sequence needs
-        admitted = self._admit()
+        self._admit()
         running = self._turn()
         decoding, prefilling = list[Sequence](), list[Sequence]()
         for sequence in running:
@@ -143,7 +153,7 @@ class Scheduler:
                 budget -= chunk
                 samples = sequence.num_computed + chunk == len(sequence.tokens)
                 entries.append(Entry(sequence, num_known=chunk, max_drafts=0, samples=samples))
-        return Batch(tuple(entries), admitted, self._plan.widths) if entries or admitted else None
+        return Batch(tuple(entries), self._plan.widths) if entries else None
 
     def _turn(self) -> list[Sequence]:
         """The sequences to compute in this step. Canaries and other requests alternate: if speculation is faulty, a
@@ -154,18 +164,32 @@ class Scheduler:
         self._canaries_turn = not self._canaries_turn
         return canaries if self._canaries_turn else [seq for seq in self._running if not seq.request.canary]
 
-    def _admit(self) -> tuple[Sequence, ...]:
-        admitted: list[Sequence] = []
-        while (sequence := self._waiting.first) is not None and len(self._running) < self._config.max_num_seqs:
+    def _admit(self) -> None:
+        most = self._config.max_num_seqs
+        while (sequence := self._waiting.first) is not None and len(self._running) + len(self._arriving) < most:
             if not self._take_first_blocks(sequence):
                 break  # smaller ones behind it would take every block that becomes free, and it would never run
             self._waiting.remove(sequence)
+            if sequence.imported is not None:
+                sequence.phase = Phase.ARRIVING
+                self._arriving.append(sequence)
+                sequence.arrival = self.bring_in(sequence)
+                if sequence.arrival is None:
+                    self.arrived(sequence)
+                continue
             sequence.phase = Phase.RUNNING
             self._running.append(sequence)
-            admitted.append(sequence)
             if sequence.ready_to_hold:  # the prefix cache held all of it
                 self._hold(sequence)
-        return tuple(admitted)
+
+    def arrived(self, sequence: Sequence) -> None:
+        """Go on with a sequence whose handoff lies in its blocks: from now on others may share them."""
+        self._arriving.remove(sequence)
+        sequence.phase = Phase.RUNNING
+        self._running.append(sequence)
+        sequence.imported = sequence.arrival = None
+        sequence.num_computed = len(sequence.tokens) - 1
+        self.publish(sequence)
 
     def _take_first_blocks(self, sequence: Sequence) -> bool:
         """Allocate blocks for all known tokens at once, so that a running prefill never waits for one."""
@@ -178,15 +202,12 @@ class Scheduler:
         sequence.num_published = len(cached)
         sequence.num_shared = sequence.num_computed = len(cached) * self._config.block_size
         sequence.admission += 1
-        if sequence.imported_kv is not None:  # written before this step's forward pass, so it may be shared at once
-            sequence.num_computed = len(sequence.tokens) - 1
-            self.publish(sequence)
-        elif sequence.reply.queue_s is None and sequence.reads_cache:  # counted once, at its first admission
-            # What was emitted may be cached, too.
+        first_time = sequence.reply.queue_s is None
+        if first_time and sequence.reads_cache and sequence.imported is None:  # what was emitted may be cached, too
             sequence.reply.num_cached = min(sequence.num_shared, sequence.num_prompt)
             self.stats.prefix_cache_queries += sequence.num_prompt
             self.stats.prefix_cache_hits += sequence.reply.num_cached
-        if sequence.reply.queue_s is None:
+        if first_time:
             sequence.reply.queue_s = time.monotonic() - sequence.arrived_at
         return True
 
@@ -202,7 +223,7 @@ class Scheduler:
             self.stats.count_violation("isolation")
             self.pool.withdraw(found)
             return []
-        if self.drafter_reads_features and sequence.params.speculate and sequence.imported_kv is None:
+        if self.drafter_reads_features and sequence.params.speculate and sequence.imported is None:
             # A hidden-state drafter cannot rebuild missing rows: the features they need are not computed. A handoff
             # brings all of its rows.
             return list(itertools.takewhile(self.pool.is_marked, found))
@@ -212,7 +233,8 @@ class Scheduler:
         """Allocate a block for every decoding sequence's pending token, preempting the last admitted ones if needed."""
         for sequence in tuple(self._running):
             while sequence.phase is Phase.RUNNING and sequence.decoding and not self._grow(sequence, 1):
-                self._preempt(self._running[-1])  # which may be this one: then its phase ends the loop
+                # Which may be this one: then its phase ends the loop.
+                self._preempt((self._arriving or self._running)[-1])
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocate blocks for `num_tokens` more positions; False, with nothing allocated, if there are too few."""
@@ -242,7 +264,7 @@ class Scheduler:
 
         Held ones stay: they only wait for their export.
         """
-        for sequence in reversed(tuple(self._running)):  # each goes to the front, and the oldest is to be first there
+        for sequence in reversed((*self._running, *self._arriving)):  # each goes to the front, at last the oldest
             self._preempt(sequence)
         self.pool.drop_prefixes()
 
@@ -255,10 +277,14 @@ class Scheduler:
             sequence.phase = Phase.RUNNING
         self.invalidate_cache()
         for sequence in self._waiting:
-            sequence.imported_kv = None
+            sequence.imported = None
+
+    def recompute(self, sequence: Sequence) -> None:
+        """Compute an arriving sequence from its tokens: its handoff could not be brought in."""
+        self._preempt(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
+        (self._arriving if sequence.phase is Phase.ARRIVING else self._running).remove(sequence)
         self._free(sequence)
         sequence.reply.recompute()
         sequence.phase = Phase.WAITING
@@ -266,11 +292,13 @@ class Scheduler:
         self.stats.num_preemptions += 1
 
     def _free(self, sequence: Sequence) -> None:
+        if sequence.arrival is not None:
+            sequence.arrival.cancel()  # before others get the blocks
         self.pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.num_computed = 0
         sequence.num_published = 0
-        sequence.imported_kv = None
+        sequence.imported = sequence.arrival = None
 
     def _hold(self, sequence: Sequence) -> None:
         self._running.remove(sequence)

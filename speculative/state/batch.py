@@ -45,12 +45,10 @@ class Entry(NamedTuple):
 class Batch:
     """The work of one step.
 
-    admitted: the sequences that got their blocks in this step.
     widths: of trees: candidates for each position; empty = as configured.
     """
 
     entries: tuple[Entry, ...]
-    admitted: tuple[Sequence, ...] = ()
     widths: tuple[int, ...] = ()
 
 

@@ -2,13 +2,15 @@
 
 Wire format, little-endian, one contiguous run of bytes:
 
-    magic "TSPC" | version u16 | zero u16 | header length u64 | header (JSON) | zero padding to 64 | keys and values
-    | xxh3-64 of everything before
+    magic "TSPC" | version u16 | zero u16 | header length u64 | zeros to 64 | keys and values | header (JSON)
+    | xxh3-64 of everything between the first 64 bytes and this, and then of those
 
-Keys and values are [num_layers, 2, num_computed, num_kv_heads, head_dim] in the engine's dtype: only computed positions
-travel, and their order does not depend on the block size of either side. The drafter's sections follow in the same
-dtype, with their shapes in the header. The header is the manifest: what the state is, and what it was computed with. An
-engine takes in nothing whose manifest differs from its own; nothing is guessed.
+Keys and values are [num_computed, num_layers, 2, num_kv_heads, head_dim] in the engine's dtype: only computed positions
+travel, and neither side's block size nor the chunks of the prompt change a byte. They are written and hashed from front
+to back while later positions are still being computed; the header, which has all tokens, is therefore last. The
+drafter's sections follow the keys and values in the same dtype, with their shapes in the header. The header is the
+manifest: what the state is, and what it was computed with. An engine takes in nothing whose manifest differs from its
+own; nothing is guessed.
 """
 
 import dataclasses
@@ -16,23 +18,25 @@ import json
 import math
 import struct
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.errors import HandoffRefused
+from speculative.errors import EngineFault, HandoffRefused
 
 Blob = np.ndarray[Any, np.dtype[np.uint8]]
 
-VERSION = 1
+VERSION = 2
 _MAGIC = b"TSPC"
 _PREFIX = struct.Struct("<4sHHQ")
 _CHECKSUM = struct.Struct("<Q")
-_ALIGNMENT = 64
+_START = 64  # of the keys and values
+_HEADER_ROOM = 4096  # bytes, and for each token:
+_TOKEN_ROOM = 12
 _MAX_HEADER_BYTES = 64 * 2**20
 
 
@@ -50,20 +54,23 @@ class Manifest:
 
     def kv_shape(self, num_computed: int) -> tuple[int, ...]:
         """Return the shape of the keys and values of so many positions."""
-        return (self.num_layers, 2, num_computed, self.num_kv_heads, self.head_dim)
+        return (num_computed, self.num_layers, 2, self.num_kv_heads, self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class ComputedTokenState:
     """All tokens but the last are computed; the last one is pending.
 
-    kv: [num_layers, 2, len(token_ids) - 1, num_kv_heads, head_dim].
+    manifest: what it was computed with.
+    num_cached: prompt tokens that were found in a prefix cache.
+    kv: [len(token_ids) - 1, num_layers, 2, num_kv_heads, head_dim].
     extra: what the drafter needs to go on, by name.
     """
 
+    manifest: Manifest
     token_ids: tuple[int, ...]
     num_prompt: int
-    num_cached: int  # prompt tokens that were found in a prefix cache
+    num_cached: int
     kv: Tensor
     extra: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -73,39 +80,80 @@ class ComputedTokenState:
         return len(self.token_ids) - 1
 
 
-def allocate_blob(state: ComputedTokenState, manifest: Manifest) -> tuple[Blob, Tensor]:
-    """A blob with its header written, and a view of the place for its keys and values; `seal` it when they are there.
+class Arrival(Protocol):
+    """A handoff whose keys and values are being copied into an engine's cache."""
 
-    `state.kv` is not read, so the cache may be copied straight into the blob.
+    def cancel(self) -> None:
+        """Have nothing more written into the sequence's blocks than what the device's next step waits for."""
+        ...
+
+
+class Export:
+    """A handoff on its way out of an engine, written from front to back.
+
+    Args:
+        manifest: of the engine.
+        num_tokens: of the sequence, at most.
+        num_bytes: of keys, values and sections, at most.
     """
-    header = json.dumps(
-        {
-            "manifest": dataclasses.asdict(manifest),
-            "token_ids": state.token_ids,
-            "num_prompt": state.num_prompt,
-            "num_cached": state.num_cached,
-            "extra": {name: list(section.shape) for name, section in state.extra.items()},
+
+    def __init__(self, manifest: Manifest, num_tokens: int, num_bytes: int) -> None:
+        import xxhash  # nothing else of an engine needs it
+
+        self._manifest = manifest
+        room = _START + num_bytes + _HEADER_ROOM + _TOKEN_ROOM * num_tokens + _CHECKSUM.size
+        self._blob: Blob = np.empty(room, np.uint8)  # of which the system gives what is written to
+        self._digest = xxhash.xxh3_64()
+        self._end = _START
+        self._is_finite = True
+        self._header: dict[str, Any] = {}
+        self.left: list[Callable[[], object]] = []  # to be done before it is whole
+        self.block_names: Sequence[bytes] = ()  # of its full blocks in the engine's prefix cache
+
+    def place(self, shape: Sequence[int]) -> Tensor:
+        """The next values, to be filled and then given to `take`."""
+        dtype: torch.dtype = getattr(torch, self._manifest.dtype)
+        begin, self._end = self._end, self._end + math.prod(shape) * dtype.itemsize
+        return torch.from_numpy(self._blob[begin : self._end]).view(dtype).view(*shape)
+
+    def take(self, values: Tensor, *, of_target: bool) -> None:
+        """Hash what was placed, in that order; look for numbers that are none among the target's.
+
+        One of them spoils every later position in the layers above: a run's last position shows all layers but the last
+        one, whose keys and values nothing has read.
+        """
+        self._digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
+        if of_target and len(values):
+            self._is_finite &= bool(values[-1].isfinite().all() and values[:, -1].isfinite().all())
+
+    def describe(
+        self, token_ids: Sequence[int], num_prompt: int, num_cached: int, extra: Mapping[str, Sequence[int]]
+    ) -> None:
+        """Say what the values are of; `extra`: shapes of the sections."""
+        self._header = {
+            "manifest": dataclasses.asdict(self._manifest),
+            "token_ids": list(token_ids),
+            "num_prompt": num_prompt,
+            "num_cached": num_cached,
+            "extra": {name: list(shape) for name, shape in extra.items()},
         }
-    ).encode()
-    start = _aligned(_PREFIX.size + len(header))
-    shape = manifest.kv_shape(state.num_computed)
-    dtype = getattr(torch, manifest.dtype)
-    num_kv = math.prod(shape)
-    size = (num_kv + sum(section.numel() for section in state.extra.values())) * dtype.itemsize
-    blob = np.empty(start + size + _CHECKSUM.size, np.uint8)
-    blob[:start] = 0
-    blob[: _PREFIX.size + len(header)] = np.frombuffer(_PREFIX.pack(_MAGIC, VERSION, 0, len(header)) + header, np.uint8)
-    values = torch.from_numpy(blob[start : start + size]).view(dtype)
-    if state.extra:
-        torch.cat([section.reshape(-1).to("cpu", dtype) for section in state.extra.values()], out=values[num_kv:])
-    return blob, values[:num_kv].view(shape)
 
-
-def seal(blob: Blob) -> Blob:
-    """Write the checksum."""
-    body, checksum = blob[: -_CHECKSUM.size], blob[-_CHECKSUM.size :]
-    checksum[:] = np.frombuffer(_CHECKSUM.pack(_digest(body)), np.uint8)
-    return blob
+    def finish(self) -> Blob:
+        """Wait for its copies, and seal it: once, and on any thread but the engine's. Raises EngineFault: the keys and
+        values contain NaN or infinity; `EngineCore.withdraw` then keeps others from finding them."""
+        for do in self.left:
+            do()
+        if not self._is_finite:
+            raise EngineFault("The computed keys and values are not finite; nothing was handed off.")
+        header = json.dumps(self._header).encode()
+        prefix = _PREFIX.pack(_MAGIC, VERSION, 0, len(header)).ljust(_START, b"\0")
+        self._digest.update(header)
+        self._digest.update(prefix)
+        behind = np.frombuffer(header + _CHECKSUM.pack(self._digest.intdigest()), np.uint8)
+        end = self._end + len(behind)
+        blob = self._blob if end <= self._blob.size else np.concatenate((self._blob[: self._end], behind))
+        blob[:_START], blob[self._end : end] = np.frombuffer(prefix, np.uint8), behind
+        return blob[:end]
 
 
 def decode_state(blob: Blob, manifest: Manifest) -> ComputedTokenState:
@@ -117,50 +165,60 @@ def decode_state(blob: Blob, manifest: Manifest) -> ComputedTokenState:
     Raises:
         HandoffRefused: reason `damaged`, `version`, or `manifest`; the message names both sides.
     """
-    data, header, start = _read_header(blob)
-    ours, theirs = dataclasses.asdict(manifest), header.get("manifest")
+    values, header = _read_header(blob)
+    check_manifest(header.get("manifest"), manifest)
+    token_ids, num_prompt, num_cached = _read_counts(header)
+    shapes = {"": manifest.kv_shape(len(token_ids) - 1), **_read_extra(header)}
+    sizes = [math.prod(one) for one in shapes.values()]
+    dtype = getattr(torch, manifest.dtype)
+    if values.size % dtype.itemsize:
+        raise HandoffRefused("damaged", f"The handoff's {values.size} bytes are no whole number of {dtype} values.")
+    with warnings.catch_warnings():  # arrays out of shared memory are read-only, and so is our use of them
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        numbers = torch.from_numpy(values).view(dtype)
+    if numbers.numel() != sum(sizes):
+        raise HandoffRefused("damaged", f"The handoff holds {numbers.numel()} values, its header promises {shapes}.")
+    parts = [part.view(one) for part, one in zip(numbers.split(sizes), shapes.values(), strict=True)]
+    extra = dict(zip([*shapes][1:], parts[1:], strict=True))
+    return ComputedTokenState(manifest, token_ids, num_prompt, num_cached, parts[0], extra)
+
+
+def check_manifest(theirs: Any, manifest: Manifest) -> None:
+    """Compare what a state was computed with, as its header has it, with an engine's own. Raises HandoffRefused: they
+    differ."""
+    ours = dataclasses.asdict(manifest)
     if theirs != ours:
         named = theirs if isinstance(theirs, dict) else {}
         differing = sorted(key for key in ours if named.get(key) != ours[key])
         detail = ", ".join(f"{key}: theirs {named.get(key)!r}, ours {ours[key]!r}" for key in differing)
         raise HandoffRefused("manifest", f"The handoff was computed with other settings ({detail or 'extra fields'}).")
-    token_ids, num_prompt, num_cached = _read_counts(header)
-    shapes = {"": manifest.kv_shape(len(token_ids) - 1), **_read_extra(header)}
-    sizes = [math.prod(one) for one in shapes.values()]
-    body, dtype = data[start : -_CHECKSUM.size], getattr(torch, manifest.dtype)
-    if body.size % dtype.itemsize:
-        raise HandoffRefused("damaged", f"The handoff's {body.size} bytes are no whole number of {dtype} values.")
-    with warnings.catch_warnings():  # arrays out of shared memory are read-only, and so is our use of them
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        values = torch.from_numpy(body).view(dtype)
-    if values.numel() != sum(sizes):
-        raise HandoffRefused("damaged", f"The handoff holds {values.numel()} values, its header promises {shapes}.")
-    parts = [part.view(one) for part, one in zip(values.split(sizes), shapes.values(), strict=True)]
-    extra = dict(zip([*shapes][1:], parts[1:], strict=True))
-    return ComputedTokenState(token_ids, num_prompt, num_cached, parts[0], extra)
 
 
-def _read_header(blob: Blob) -> tuple[Blob, dict[str, Any], int]:
-    """The bytes of a blob that is whole, its header, and where its values begin."""
+def _read_header(blob: Blob) -> tuple[Blob, dict[str, Any]]:
+    """The values of a blob that is whole, and its header."""
+    import xxhash
+
     data = np.ascontiguousarray(blob).reshape(-1)
-    if data.dtype != np.uint8 or data.size < _PREFIX.size + _CHECKSUM.size:
+    if data.dtype != np.uint8 or data.size < _START + _CHECKSUM.size:
         raise HandoffRefused("damaged", f"The handoff is no run of bytes of a possible length ({data.size}).")
     magic, version, _, length = _PREFIX.unpack(data[: _PREFIX.size].tobytes())
     if magic == _MAGIC and version != VERSION:
         raise HandoffRefused("version", f"The handoff has wire version {version}, this engine speaks {VERSION}.")
-    (promised,) = _CHECKSUM.unpack(data[-_CHECKSUM.size :].tobytes())
-    if magic != _MAGIC or _digest(data[: -_CHECKSUM.size]) != promised:
+    prefix, body, checksum = np.split(data, (_START, -_CHECKSUM.size))
+    digest = xxhash.xxh3_64(body.data)
+    digest.update(prefix.data)
+    if magic != _MAGIC or _CHECKSUM.pack(digest.intdigest()) != checksum.tobytes():
         raise HandoffRefused("damaged", "The handoff's checksum does not match: it was cut or altered on its way.")
-    start = _aligned(_PREFIX.size + length)
-    if length > _MAX_HEADER_BYTES or start > data.size - _CHECKSUM.size:
+    if not 0 < length <= min(_MAX_HEADER_BYTES, body.size):
         raise HandoffRefused("damaged", f"The handoff's header claims {length} bytes.")
+    values, written = np.split(body, (body.size - length,))
     try:
-        header = json.loads(data[_PREFIX.size : _PREFIX.size + length].tobytes())
+        header = json.loads(written.tobytes())
     except (ValueError, RecursionError) as error:
         raise HandoffRefused("damaged", f"The handoff's header is not readable: {error}.") from error
     if not isinstance(header, dict):
         raise HandoffRefused("damaged", "The handoff's header is no object.")
-    return data, header, start
+    return values, header
 
 
 def _read_counts(header: dict[str, Any]) -> tuple[tuple[int, ...], int, int]:
@@ -186,13 +244,3 @@ def _read_extra(header: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     ):
         raise HandoffRefused("damaged", "The handoff's sections have no sound shapes.")
     return {name: tuple(shape) for name, shape in extra.items()}
-
-
-def _digest(data: Blob) -> int:
-    import xxhash  # nothing else of an engine needs it
-
-    return xxhash.xxh3_64_intdigest(data.data)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -5,6 +5,7 @@ it; it may still carry a cached prefix until it is taken), or held by one or mor
 lies in its block i // block_size; rejected drafts are not undone, their positions are overwritten.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -122,9 +123,14 @@ class KVShape:
     head_dim: int
 
     @property
+    def of_position(self) -> tuple[int, int, int, int]:
+        """The shape of a position's keys and values."""
+        return self.num_layers, 2, self.num_kv_heads, self.head_dim
+
+    @property
     def num_values(self) -> int:
         """Numbers stored per position."""
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim
+        return math.prod(self.of_position)
 
 
 class KVCache:
@@ -152,11 +158,22 @@ class KVCache:
         self.data[:, :, targets] = self.data[:, :, sources]
 
     def read_all(self, slots: Tensor, out: Tensor) -> None:
-        """Copy all layers at slots [N] into out [num_layers, 2, N, num_kv_heads, head_dim]."""
-        for layer in range(self.shape.num_layers):
-            for part in (0, 1):
-                out[layer, part].copy_(self.data[layer, part].index_select(0, slots))
+        """Copy all layers at slots [N] into out [N, num_layers, 2, num_kv_heads, head_dim], in one operation."""
+        if out.device == self.data.device:
+            torch.index_select(self._positions(), 0, slots, out=_words(out))
+        else:
+            _words(out).copy_(self._positions().index_select(0, slots))
 
     def write_all(self, slots: Tensor, source: Tensor) -> None:
-        """Store all layers of source [num_layers, 2, N, num_kv_heads, head_dim] at slots [N]."""
-        self.data.index_copy_(2, slots, source.to(self.data.device))
+        """Store all layers of source [N, num_layers, 2, num_kv_heads, head_dim] at slots [N]."""
+        self._positions().index_copy_(0, slots, _words(source))
+
+    def _positions(self) -> Tensor:
+        """[num_slots, num_layers, 2, W] words, position by position."""
+        return _words(self.data).permute(2, 0, 1, 3)
+
+
+def _words(values: Tensor) -> Tensor:
+    """[..., num_kv_heads, head_dim] as the largest words that such a row is made of: to copy is to copy bits."""
+    rows = values.flatten(-2)
+    return rows if rows.shape[-1] * rows.itemsize % 8 else rows.view(torch.int64)

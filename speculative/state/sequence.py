@@ -7,10 +7,9 @@ or of all tokens after a preemption) num_computed is smaller, and nothing is emi
 
 import enum
 import time
-from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,11 +18,15 @@ from speculative.state.logit_constraints import Int64s, rules_of
 from speculative.state.prefix import chain_root, hash_block
 from speculative.state.token_constraint import TokenConstraint
 
+if TYPE_CHECKING:
+    from speculative.state.handoff import Arrival, ComputedTokenState  # which need torch
+
 
 class Phase(enum.Enum):
     """State of a sequence."""
 
     WAITING = "waiting"  # holds no blocks
+    ARRIVING = "arriving"  # a handoff is being copied into its blocks
     RUNNING = "running"
     HELD = "held"  # computed, keeps its blocks until exported or aborted
     FINISHED = "finished"
@@ -68,8 +71,7 @@ class Sequence:
         prefill_only_after: stop and hold for export once this many tokens are emitted (0: as soon as only the last
             prompt token is pending); None: run to the end.
         tokens: prompt and output so far, when it continues from a handoff.
-        imported_kv: tensors computed elsewhere for those tokens, by name: "kv" [num_layers, 2, len(tokens) - 1,
-            num_kv_heads, head_dim], and the drafter's sections.
+        imported: what was computed elsewhere for those tokens.
         constraint: which tokens may come next, if the request asks for a structure.
         num_cached: prompt tokens that were found in a prefix cache where they were computed.
     """
@@ -80,7 +82,7 @@ class Sequence:
         *,
         prefill_only_after: int | None = None,
         tokens: Tokens[int] | None = None,
-        imported_kv: Mapping[str, Any] | None = None,
+        imported: "ComputedTokenState | None" = None,
         constraint: TokenConstraint | None = None,
         num_cached: int = 0,
     ) -> None:
@@ -88,7 +90,8 @@ class Sequence:
         self.params = request.params
         self.changed_params = request.params.changed  # once: GPU steps ask for these in every step
         self.prefill_only_after = prefill_only_after
-        self.imported_kv = imported_kv  # None once it is written into the cache
+        self.imported = imported  # None once it is written into the cache
+        self.arrival: Arrival | None = None  # while it is being written there
         self.tokens = list(request.prompt_token_ids if tokens is None else tokens)
         self.num_prompt = len(request.prompt_token_ids)
         self.num_computed = 0
@@ -101,7 +104,7 @@ class Sequence:
         self.arrived_at = time.monotonic()
         self.num_published = 0  # leading blocks already offered to the prefix cache
         # Returned once, by the engine that computes the prompt; of a one-token prompt there is nothing to compute.
-        computes_prompt = self.num_output == 0 and (imported_kv is None or self.num_prompt == 1)
+        computes_prompt = self.num_output == 0 and (imported is None or self.num_prompt == 1)
         returns_prompt = self.params.prompt_logprobs is not None and computes_prompt
         self.reply = ReplyState(returns_prompt, num_cached)
         self._hashes: list[bytes] = []  # tokens are only ever added, so no preemption or update changes a name

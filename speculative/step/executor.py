@@ -44,7 +44,6 @@ class StepExecutor:
         left, parts, places = dict(enumerate(batch.entries)), list[StepOutcome](), list[int]()
         for step in self.steps:
             if chosen := list(compress(left, step.takes(tuple(left.values())))):
-                # Without `admitted`, which concerned the engine alone.
                 parts.append(self._run(step, Batch(tuple(map(left.pop, chosen)), widths=batch.widths)))
                 places += chosen
         return parts[0] if len(parts) == 1 else merge_outcomes(parts, places)

@@ -25,7 +25,9 @@ from tests.support.engines import (
     assert_idle,
     assert_pool_is_whole,
     decoder_of,
+    exported,
     hand_over,
+    insert,
     markov_engine,
     naive_logits,
     run,
@@ -224,11 +226,11 @@ def test_choices_from_one_handoff_are_separate_requests(tiny_folder: Path, name:
     prefill, decode, monolith = (tiny_engine(tiny_folder) for _ in range(3))
     prefill.add(Request("p", PROMPTS[name], SAMPLED), prefill_only_after=0)
     assert not run(prefill)
-    blob = prefill.export("p")
+    blob = exported(prefill, "p")
     blob.flags.writeable = False
     choices = [Request(f"choice {seed}", PROMPTS[name], SAMPLED, seed=seed) for seed in (0, 1, 2**64 - 1)]
     for choice in choices:
-        decode.insert(choice, blob)
+        insert(decode, choice, blob)
     together = run(decode)
     for choice in choices:
         alone = answer_all(monolith, [choice])[choice.request_id]
@@ -355,7 +357,7 @@ def engine_in_phases(folder: Path) -> Iterator[tuple[str, EngineCore]]:
             prefill = tiny_engine(folder)
             prefill.add(request, prefill_only_after=1)
             run(prefill)
-            engine.insert(request, prefill.export("a"))
+            insert(engine, request, exported(prefill, "a"))
         else:
             engine.add(request, prefill_only_after=0 if phase == "held" else None)
         num_steps = {"waiting": 0, "inserted": 0, "prefilling": 1, "scoring": 2, "restored": 2, "held": 5}.get(phase, 6)

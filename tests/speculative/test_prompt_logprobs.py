@@ -9,7 +9,15 @@ import torch
 from speculative.config import LogprobsMode
 from speculative.engine import EngineCore
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta
-from tests.support.engines import assert_idle, assert_pool_is_whole, decoder_of, naive_logits, tiny_engine
+from tests.support.engines import (
+    assert_idle,
+    assert_pool_is_whole,
+    decoder_of,
+    exported,
+    insert,
+    naive_logits,
+    tiny_engine,
+)
 
 BLOCK = 16
 TEXT = tuple((7 * position * position + position // 3) % 64 for position in range(80))
@@ -161,7 +169,7 @@ def test_a_handoff_reports_them_before_it_leaves(
     assert len(deltas) == 1
     assert len(deltas[0].token_ids) == prefill_only_after
     assert_reported_once(deltas, prefill, prompt)
-    decode.insert(request, prefill.export("a"))
+    insert(decode, request, exported(prefill, "a"))
     decode.step()
     preempt(decode)
     after = drain(decode)
@@ -176,7 +184,7 @@ def test_a_handoff_preempted_before_its_first_step_reports_nothing_again(tiny_fo
     request = asking("a", TEXT[:33])
     prefill.add(request, prefill_only_after=0)
     drain(prefill)
-    decode.insert(request, prefill.export("a"))
+    insert(decode, request, exported(prefill, "a"))
     decode.scheduler.schedule()
     preempt(decode)
     assert all(delta.prompt_logprobs is None for delta in drain(decode))
@@ -191,6 +199,6 @@ def test_a_prompt_of_one_token_has_nothing_to_report_and_says_so(
     engine.add(request, prefill_only_after=prefill_only_after)
     deltas = drain(engine)
     if prefill_only_after is not None:
-        decode.insert(request, engine.export("a"))
+        insert(decode, request, exported(engine, "a"))
         deltas += drain(decode)
     assert [delta.prompt_logprobs for delta in deltas] == [()] + [None] * (len(deltas) - 1)

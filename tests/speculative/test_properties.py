@@ -18,6 +18,8 @@ from tests.support.engines import (
     assert_idle,
     assert_pool_is_whole,
     decoder_of,
+    exported,
+    insert,
     live_sequences,
     naive_logits,
     take,
@@ -104,7 +106,7 @@ class Service:
             take(self.answers, engine.step())
             self._assert_rules(engine)
         for name in self.prefill.held_ids:
-            self.decode.insert(self.requests[name], self.prefill.export(name))
+            insert(self.decode, self.requests[name], exported(self.prefill, name))
 
     def finish(self) -> None:
         for _ in range(2000):

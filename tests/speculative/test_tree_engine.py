@@ -31,6 +31,8 @@ from tests.support.engines import (
     answer_all,
     assert_idle,
     assert_pool_is_whole,
+    exported,
+    insert,
     load_engine,
     markov_decoder,
     settings,
@@ -277,7 +279,7 @@ def test_a_handoff_goes_on_with_trees_or_without(folders: dict[str, Path], kind:
             first.add(request, prefill_only_after=said)
         answers = step(first, {})
         for request in wanted:
-            then.insert(request, first.export(request.request_id))
+            insert(then, request, exported(first, request.request_id))
         assert_same(step(then, answers), reference)
         assert then.take_stats().num_accepted > 0
         assert_idle(then)

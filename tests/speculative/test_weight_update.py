@@ -12,7 +12,18 @@ from speculative.drafting.weights import Weights, check_same_model, load_weights
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError, HandoffRefused
 from speculative.request import Request, SamplingParams, Speculation
-from tests.support.engines import NGRAM, NO_DRAFTS, Answer, assert_idle, run, settings, take, teacher_forced
+from tests.support.engines import (
+    NGRAM,
+    NO_DRAFTS,
+    Answer,
+    assert_idle,
+    exported,
+    insert,
+    run,
+    settings,
+    take,
+    teacher_forced,
+)
 from tests.support.tiny_models import write_tiny_model
 from tools.faults.mutants import MUTANTS
 from tools.faults.toy import table_engine
@@ -136,9 +147,9 @@ def test_a_handoff_of_other_weights_is_refused_and_computed_again(old: Path, new
     for sender, receiver in ((prefill, decode), (decode, prefill)):
         sender.add(asked(), prefill_only_after=0)
         run(sender)
-        blob = sender.export("r")
+        blob = exported(sender, "r")
         with pytest.raises(HandoffRefused, match="fingerprint") as refused:
-            receiver.insert(asked(), blob)
+            insert(receiver, asked(), blob)
         assert refused.value.reason == "manifest"
         assert_follows(receiver, answer(receiver, asked()))
 
@@ -147,7 +158,7 @@ def test_what_came_by_handoff_and_waits_is_computed_again(old: Path, new: Path, 
     prefill, decode = (EngineCore.load(old, config(drafter)) for _ in range(2))
     prefill.add(asked(), prefill_only_after=0)
     run(prefill)
-    decode.insert(asked(), prefill.export("r"))
+    insert(decode, asked(), exported(prefill, "r"))
     updated(decode, new)
     assert_follows(decode, run(decode)["r"])
     assert decode.stats.num_prompt_tokens >= len(PROMPT), "keys and values of the old weights were put to use"
@@ -162,7 +173,7 @@ def test_what_is_held_for_export_is_computed_again(old: Path, new: Path, drafter
     assert prefill.held_ids == ()
     run(prefill)
     decode = EngineCore.load(new, config(drafter))
-    decode.insert(asked(), prefill.export("r"))
+    insert(decode, asked(), exported(prefill, "r"))
     assert_follows(decode, run(decode)["r"])
     assert_idle(prefill)
 
@@ -197,7 +208,7 @@ def test_an_engine_whose_switch_fails_does_not_say_that_it_has_the_new_weights(
     prefill.add(asked(), prefill_only_after=0)
     run(prefill)
     with pytest.raises(HandoffRefused, match="fingerprint"):
-        decode.insert(asked(), prefill.export("r"))
+        insert(decode, asked(), exported(prefill, "r"))
 
 
 def test_self_checks_go_on_through_updates_and_so_does_the_breakers_word() -> None:

@@ -20,7 +20,7 @@ from speculative.model.config import PLAIN, ModelConfig, ScoreRule
 from speculative.model.decoder import Decoder
 from speculative.model.rotary import Rope
 from speculative.request import FinishReason, Request, Round, TokenDelta, TokenKind, TokenLogprobs
-from speculative.state.handoff import Blob, ComputedTokenState, Manifest, allocate_blob, seal
+from speculative.state.handoff import Blob, ComputedTokenState, Export, Manifest
 from speculative.state.token_constraint import ConstraintMaker
 from tests.support.torch_operators import captured_on_a_cpu
 
@@ -50,9 +50,24 @@ def load_engine(folder: Path, config: EngineConfig, make_constraint: ConstraintM
 
 def encode_state(state: ComputedTokenState, manifest: Manifest) -> Blob:
     """A state as an engine with this manifest would export it."""
-    blob, kv = allocate_blob(state, manifest)
-    kv.copy_(state.kv)
-    return seal(blob)
+    sections = {"kv": state.kv, **state.extra}
+    export = Export(manifest, len(state.token_ids), sum(one.nbytes for one in sections.values()))
+    for values in sections.values():
+        placed = export.place(values.shape).copy_(values)
+        export.take(placed, of_target=False)
+    extra = {name: tuple(one.shape) for name, one in state.extra.items()}
+    export.describe(state.token_ids, state.num_prompt, state.num_cached, extra)
+    return export.finish()
+
+
+def exported(engine: EngineCore, request_id: str) -> Blob:
+    """The handoff of a held request."""
+    return engine.export(request_id).finish()
+
+
+def insert(engine: EngineCore, request: Request, blob: Blob) -> None:
+    """Go on from a handoff."""
+    engine.insert(request, engine.unpack(blob))
 
 
 def markov_engine(next_token: Tensor | Sequence[int], *, eos: tuple[int, ...] = (), **changes: Any) -> EngineCore:
@@ -157,7 +172,7 @@ def hand_over(
     answers = run(prefill)
     for request in wanted:
         if request.request_id in prefill.held_ids:
-            decode.insert(request, prefill.export(request.request_id))
+            insert(decode, request, exported(prefill, request.request_id))
     return answers
 
 
@@ -168,7 +183,7 @@ def take(answers: dict[str, Answer], deltas: Iterable[TokenDelta]) -> None:
 
 def live_sequences(engine: EngineCore) -> list[Any]:
     scheduler = engine.scheduler
-    return [*scheduler._running, *scheduler._waiting, *scheduler.held]
+    return [*scheduler._running, *scheduler._arriving, *scheduler._waiting, *scheduler.held]
 
 
 def assert_pool_is_whole(engine: EngineCore) -> None:

@@ -151,8 +151,10 @@ def _zero_imported(engine: EngineCore, name: str, places: Any) -> None:
     def inserting(insert: Any, request: Request, blob: Any) -> None:
         insert(request, blob)
         sequence = engine.scheduler.find(request.request_id)
-        if sequence is not None and sequence.imported_kv is not None and name in sequence.imported_kv:
-            sequence.imported_kv[name][places] = 0
+        if sequence is not None and sequence.imported is not None:
+            sections = {"kv": sequence.imported.kv, **sequence.imported.extra}
+            if name in sections:
+                sections[name][places] = 0
 
     _wrap(engine, "insert", inserting)
 
@@ -210,7 +212,7 @@ def _stale_slot_after_handoff(engine: EngineCore) -> None:
 
 @mutant("F13 the handoff's last position is not computed", "handoffs")
 def _handoff_without_last_position(engine: EngineCore) -> None:
-    _zero_imported(engine, "kv", np.s_[:, :, -1:])
+    _zero_imported(engine, "kv", np.s_[-1:])
 
 
 @mutant("F13 the handoff drops the drafter's keys and values", "drafted handoffs")
@@ -226,7 +228,7 @@ def _cached_blocks_without_drafter_kv(engine: EngineCore) -> None:
     def state_of(find: Any, sequence: Sequence) -> Any:
         known = drafter._states.get(sequence.request.request_id)
         if (state := find(sequence)) is not known:
-            drafter.cache.data[:, :, drafter._slots(sequence, 0, sequence.num_shared)] = 0
+            drafter.cache.data[:, :, engine._slots(sequence, 0, sequence.num_shared)] = 0
         return state
 
     _wrap(drafter, "_state", state_of)

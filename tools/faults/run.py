@@ -320,7 +320,7 @@ class _Clients:
         self.prefill.add(request, prefill_only_after=1)
         while self.prefill.has_work:
             answer.deltas += self.prefill.step()
-        self.engine.insert(request, self.prefill.export(request.request_id))
+        self.engine.insert(request, self.engine.unpack(self.prefill.export(request.request_id).finish()))
 
     def _hang_up(self, finished: list[ServedRequest]) -> None:
         """Abort the requests of clients that leave; what was said is there to be continued."""

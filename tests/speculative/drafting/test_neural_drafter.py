@@ -28,7 +28,9 @@ from tests.support.engines import (
     Answer,
     assert_idle,
     encode_state,
+    exported,
     hand_over,
+    insert,
     live_sequences,
     run,
     settings,
@@ -117,7 +119,7 @@ def assert_rows_are_true(engine: EngineCore) -> None:
         state = drafter._states.get(sequence.request.request_id)
         if state is None or not sequence.blocks or state.admission != sequence.admission:
             continue
-        slots = drafter._slots(sequence, 1, state.num_computed)
+        slots = engine._slots(sequence, 1, state.num_computed)
         tokens = torch.tensor(sequence.tokens)
         assert torch.equal(stored[0, slots].long(), tokens[1 : state.num_computed])
         assert torch.equal(stored[1, slots].long(), tokens[: state.num_computed - 1])
@@ -270,15 +272,15 @@ def test_a_handoff_without_the_drafters_state_is_refused(target: Path, stranger:
     for prefill in (tiny_engine(target), tiny_engine(target, drafter=draft_model(stranger))):
         prefill.add(request, prefill_only_after=1)
         run(prefill)
-        blob = prefill.export("r")
+        blob = exported(prefill, "r")
         with pytest.raises(HandoffRefused, match="drafter_state"):
-            same_model_engine(target).insert(request, blob)
+            insert(same_model_engine(target), request, blob)
     declining = Request("r", PROMPTS[3], SamplingParams(max_tokens=9, speculate=False, ignore_eos=True))
     prefill = same_model_engine(target)
     prefill.add(declining, prefill_only_after=1)
     run(prefill)
     with pytest.raises(HandoffRefused, match="sections"):
-        same_model_engine(target).insert(request, prefill.export("r"))
+        insert(same_model_engine(target), request, exported(prefill, "r"))
 
 
 @pytest.mark.parametrize("sizes", [(64, 80), (80, 64), (64, 60)], ids=str)
@@ -357,9 +359,9 @@ def test_sections_of_a_handoff_are_not_read_where_nothing_is_drafted(
     prefill, plain = (tiny_engine(target, drafter=drafters["eagle3"]) for _ in range(2))
     prefill.add(dataclasses.replace(declining, params=GREEDY), prefill_only_after=1)
     run(prefill)
-    state = decode_state(prefill.export("r"), prefill.manifest)
+    state = decode_state(exported(prefill, "r"), prefill.manifest)
     wrong = dataclasses.replace(state, extra={"renamed": state.extra["drafter_kv"]})
-    plain.insert(declining, encode_state(wrong, plain.manifest))
+    insert(plain, declining, encode_state(wrong, plain.manifest))
     answer = run(plain)["r"]
     whole = texts(tiny_engine(target, drafter=NO_DRAFTS), [declining])["r"]
     assert [*state.token_ids[len(PROMPTS[3]) :], *answer.token_ids] == whole

@@ -143,10 +143,10 @@ def test_a_block_is_named_by_its_tokens_and_all_before_them() -> None:
 def test_what_is_written_is_read_layer_by_layer_and_as_a_whole(dtype: torch.dtype) -> None:
     shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=4)
     cache = KVCache(shape, 16, dtype=dtype, device=torch.device("cpu"))
-    whole = torch.randn(3, 2, 5, 2, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+    whole = torch.randn(5, 3, 2, 2, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
     slots = torch.tensor([9, 3, 15, 0, 7])
     for layer in range(3):
-        cache.write(layer, slots, whole[layer, 0], whole[layer, 1])
+        cache.write(layer, slots, whole[:, layer, 0], whole[:, layer, 1])
     out = torch.empty_like(whole)
     cache.read_all(slots, out)
     assert torch.equal(out, whole)
@@ -154,7 +154,7 @@ def test_what_is_written_is_read_layer_by_layer_and_as_a_whole(dtype: torch.dtyp
     other.write_all(torch.arange(5), whole)
     for layer in range(3):
         keys, values = other.read(layer, torch.tensor([4, 1]))
-        assert torch.equal(keys, whole[layer, 0, [4, 1]])
-        assert torch.equal(values, whole[layer, 1, [4, 1]])
+        assert torch.equal(keys, whole[[4, 1], layer, 0])
+        assert torch.equal(values, whole[[4, 1], layer, 1])
     assert not other.data[:, :, 5:].any(), "nothing else was touched"
-    assert shape.num_values == whole[:, :, 0].numel()
+    assert shape.num_values == whole[0].numel()
