@@ -139,17 +139,17 @@ def test_the_operations_guide_says_what_to_do_at_each_alert() -> None:
     assert alerts and guide == alerts
 
 
-@for_each(["docs/architecture.md", "CONTRIBUTING.md"])
-def test_files_that_a_page_for_contributors_names_exist(name: str) -> None:
-    top = "|".join([*ROOMS, "dashboards", "deploy", "helm", "tests"])
-    text = (ROOT / name).read_text(encoding="utf-8")
-    named = re.findall(rf"(?<![\w/])(?:{top})/[\w./]*[\w/]", text)
-    missing = {path for path in named if "NAME" not in path and not (ROOT / path).exists()}
+@each_document
+def test_files_that_a_page_names_exist(path: Path) -> None:
+    top = "|".join([*ROOMS, "dashboards", "deploy", "docs", "helm", "tests", "tools"])
+    text = current(path)
+    named = re.findall(rf"(?<![\w./-])(?:{top})/[\w./-]*[\w/]", text)
+    missing = {name for name in named if "NAME" not in name and not (ROOT / name).exists()}
     modules = [f"/{file}" for file in project_files("*.py")]
     # A page shortens some paths to their ends.
     ends = [end for end in re.findall(r"`([\w/]+\.py)`", text) if "NAME" not in end]
     missing |= {end for end in ends if not any(module.endswith(f"/{end}") for module in modules)}
-    assert named and not missing
+    assert not missing
 
 
 @for_each(sorted((ROOT / "docs").rglob("*.svg")), lambda path: path.name)

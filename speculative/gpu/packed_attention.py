@@ -20,11 +20,12 @@ class PackedRows(NamedTuple):
     spans: [B, 4] int32: a sequence's first row, how many it has, the position of the first, and where its blocks begin
         in `blocks`. A row sees the positions of its sequence up to its own.
     blocks: [any] int32, sequence after sequence.
-    first: positions below it do not exist. block_size: tokens a block.
+    most_rows: of a sequence. first: positions below it do not exist. block_size: tokens a block.
     """
 
     spans: Tensor
     blocks: Tensor
+    most_rows: int
     first: int
     block_size: int
 
@@ -46,7 +47,8 @@ class SendPacked:
         """Implement `PreparePass`."""
         spans, blocks = tables_of(rows, self._block_size, self._first)
         sent = send_once((rows.slots, spans, blocks, *arrays), cache.data.device)
-        packed = PackedRows(sent[1], sent[2], self._first, self._block_size)
+        most_rows = int(spans[:, 1].max())
+        packed = PackedRows(sent[1], sent[2], most_rows, self._first, self._block_size)
         return KernelAttention(cache, sent[0], packed, self._attend), sent[3:]
 
 

@@ -125,7 +125,7 @@ class PromptPass:
 
     def _compute(self, inputs: dict[str, Tensor]) -> None:
         size = len(inputs["input_ids"])
-        rows = PackedRows(inputs["spans"], inputs["blocks"], 0, self._room.block_size)
+        rows = PackedRows(inputs["spans"], inputs["blocks"], size, 0, self._room.block_size)
         attention = KernelAttention(self._cache, inputs["slots"], rows, self._attend)
         hidden, features = self._decoder.run(inputs["input_ids"], inputs["positions"], attention, self._capture)
         self._hidden[:size].copy_(hidden)

@@ -1,15 +1,19 @@
-"""Whole engines on a pretended GPU, all of whose launches compile the kernel for one of Hopper's kind, and end there.
+"""Whole engines on a pretended GPU, all of whose launches compile the kernel for GPUs of several kinds, and end there.
 
 What is compiled is what the product's launchers launch, with their own arguments, options and constants. Run as a
-program it is told the model and drafters as JSON; it prints how often each kernel was launched, those that read drafts'
-probabilities by the kind of these: `NAME of KIND`.
+program it is told as JSON the engines, each by its model's folder and its settings, the compute capabilities, and
+options of kernels to put in the place of the product's. It prints how often each kernel was launched, those that read
+drafts' probabilities by the kind of these: `NAME of KIND`; and by kernel and compute capability, `NAME 90`, the most
+bytes of shared memory, registers and spilled bytes.
 """
 
 import json
+import re
 import sys
 from collections import Counter
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,32 +30,63 @@ from tests.support.pretended_cuda import PretendedCuda
 
 KINDS = {POINT_MASS.value: "point masses", DENSE.value: "the vocabulary", PART.value: "a part of it"}
 launches: Counter[str] = Counter()
+sizes: dict[tuple[str, int], list[int]] = {}
+OF_FP8 = 89  # the first compute capability that has it
 launch = JITFunction.run
 
 
-def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-    del warmup
-    launches[kernel.fn.__name__ + (f" of {KINDS[options['Q']]}" if "Q" in options else "")] += 1
-    return launch(kernel, *args, grid=grid, warmup=True, **options)
+class Driver:
+    """Triton's, with a device for each compute capability, by that number."""
+
+    device = 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.device, 32)
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        del device
+        return 0
 
 
-def launch_all(folder: Path, drafter: DrafterConfig) -> None:
+def launch_all(folder: str, drafter: dict[str, Any], changes: dict[str, Any]) -> None:
     """Capture what an engine does before its first request, then answer requests of all kinds of wishes."""
-    config = settings(device="cuda", dtype="bfloat16", drafter=drafter)
-    with mock.patch.object(JITFunction, "run", compile_only), PretendedCuda(capture_beforehand=True):
-        engine = EngineCore.load(folder, config, make_constraint=lambda _: Alternating())
+    config = settings(device="cuda", dtype="bfloat16", drafter=DrafterConfig.of(**drafter), **changes)
+    with PretendedCuda(capture_beforehand=True):
+        engine = EngineCore.load(Path(folder), config, make_constraint=lambda _: Alternating())
         for name, params in {"plain": PLAIN, "other": OTHER_WISHES, "edited": EDITED}.items():
             add_all(engine, params, prefix=name)
         run(engine)
 
 
-if __name__ == "__main__":
-    _, given_folder, given_drafters = sys.argv
-    hopper = GPUTarget("cuda", 90, 32)
-    own_driver: Any = SimpleNamespace(
-        get_current_target=lambda: hopper, get_current_device=lambda: 0, get_current_stream=lambda device=None: 0
-    )
+def main() -> None:
+    """Read the arguments, compile, and print."""
+    engines, capabilities, faults = map(json.loads, sys.argv[1:])
+    own_driver: Any = Driver()
     driver.set_active(own_driver)
-    for given in json.loads(given_drafters):
-        launch_all(Path(given_folder), DrafterConfig.of(**given))
-    sys.stdout.write(json.dumps(launches) + "\n")
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        del warmup
+        name = kernel.fn.__name__
+        launches[name + (f" of {KINDS[options['Q']]}" if "Q" in options else "")] += 1
+        for own_driver.device in takes:
+            with redirect_stdout(StringIO()) as log:
+                made = launch(kernel, *args, grid=grid, warmup=True, **options | faults.get(name, {}))
+            if found := log.getvalue():
+                patterns = (r"Used (\d+) registers", r"(\d+) bytes spill stores")
+                used = [int(re.findall(pattern, found)[-1]) for pattern in patterns]
+                own, before = (made.metadata.shared, *used), sizes.get((name, own_driver.device), [0] * 3)
+                sizes[name, own_driver.device] = [*map(max, own, before)]
+
+    with mock.patch.object(JITFunction, "run", compile_only):
+        for folder, drafter, changes in engines:
+            takes = [one for one in capabilities if one >= OF_FP8 or "quantization" not in changes]
+            launch_all(folder, drafter, changes)
+    found = [launches, {f"{name} {capability}": own for (name, capability), own in sizes.items()}]
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -49,9 +49,9 @@ for dim, group, rule in ((64, 3, plain), (80, 4, plain), (96, 7, ruled), (128, 4
     block = triton.next_power_of_2(dim)
     compiled(
         f"attention of prompts, heads of {dim}", triton_prompts._attend_packed,
-        "*bf16 *bf16 *bf16 *i32 *i32 *bf16 fp32" + 5 * " i32", triton_prompts.WARPS,
+        "*bf16 *bf16 *bf16 *i32 *i32 *bf16 fp32" + 4 * " i32", triton_prompts.WARPS,
         FIRST=0, GROUP=group, HEAD_DIM=dim, BLOCK_SIZE=16, TILE=triton_attention.tile_tokens(block, 2),
-        ROWS=triton_prompts.rows_of_program(block, 2), DIM=block, SPANS=16, **rule,
+        ROWS=triton_prompts.rows_of_program(block, 2), DIM=block, **rule,
     )
 compiled(
     "its merge, heads of 128", triton_attention._merge_parts, "*fp32 *fp32 *i64 *bf16", 1,

@@ -458,7 +458,7 @@ def test_graphs_hold_less_memory_than_is_estimated(
         estimate = graph_bytes(
             decoder_of(engine), buckets, sizes, model, prompt_sizes(engine.config.max_batched_tokens)
         )
-        assert (estimate / 2 < sum(device.pool_bytes.values()) < estimate) == (not fault)
+        assert (estimate / 3 < sum(device.pool_bytes.values()) < estimate) == (not fault)
 
 
 def test_memory_that_the_allocator_keeps_is_not_taken(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
