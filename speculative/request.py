@@ -228,6 +228,7 @@ class Request:
     priority: of two waiting requests the one with the lower value comes first; waiting makes up for a higher one.
     timeout_s: how long the client waits for the whole answer; not used by the engine.
     resume: continue elsewhere when the decode replica is lost; not used by the engine.
+    gathers: deltas of several steps may be passed on together; not used by the engine.
     adapter: changes the model; engines without adapters refuse it.
     replay: a finished request that is computed again for the referee; no client waits for it.
     draws: of a replay, one a scored token: made again; () = none.
@@ -247,6 +248,7 @@ class Request:
     priority: int = 0  # -MAX_PRIORITY = the earliest
     timeout_s: float | None = None  # None = the server's own limit
     resume: bool = False  # if it is decoded behind a stream router
+    gathers: bool = True
     adapter: str = ""  # its name; "" = the model itself
     cache_salt: str = ""  # the prefix cache is shared with requests of the same salt only
     replay: bool = False
@@ -336,8 +338,8 @@ class ReplayedToken:
 
 
 class TokenDelta(NamedTuple):
-    """The tokens that one step added to one request: the accepted run and the token after it. A tuple, since each step
-    makes one a request, and a frozen dataclass takes far longer to make.
+    """The tokens that a step, or several in a row, added to one request: accepted runs, each with the token after it. A
+    tuple, since each step makes one a request, and a frozen dataclass takes far longer to make.
 
     `token_ids`, `kinds` and (when asked for) `logprobs` have one entry per emitted token. The last delta
     carries the finish reason; a delta may be empty when it only reports the end.
@@ -350,7 +352,7 @@ class TokenDelta(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of prompt tokens 1.., with the first delta
     num_drafted: int = 0
     num_accepted: int = 0
-    round: Round | None = None  # None where the engine does not keep them, and where nothing was emitted
+    rounds: tuple[Round, ...] = ()  # that emitted its tokens, where the engine keeps them
     num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
     queue_s: float = 0.0  # how long the request waited for its first blocks
     preempted: bool = False  # the request had lost its blocks and was recomputed
@@ -361,6 +363,7 @@ class TokenDelta(NamedTuple):
     broken: str | None = None  # which of `INVARIANTS` ended it, where one did, or `DEAD_END`
     weight_version: str = DEFAULT_VERSION  # of the weights that made it
     prefilled_by: str = ""  # the prefill replica that made it; "" = the one that answers
+    gaps_s: tuple[float, ...] = ()  # where deltas of several steps were joined: from each step to the next
 
     @property
     def finished(self) -> bool:

@@ -333,6 +333,32 @@ class Parsers(Protocol):
         ...
 
 
+FEW_STREAMS, FEW_BESIDE_A_GPU = 4, 16
+"""Streams of a replica that are sent as often as they may: an engine on CPUs shares their cores with the messages."""
+_LONGEST_S = 0.2  # to which the interval grows
+
+
+class Pace:
+    """The pace of the streams that share it: the more there are, the longer each waits until its next message, as every
+    message takes its part of a core.
+
+    Args:
+        interval_s: from one message of a stream to the next while there are few; 0 = a message for each event, however
+            many there are.
+        few_streams: up to which it does not grow.
+    """
+
+    def __init__(self, interval_s: float = 0.0, few_streams: int = FEW_STREAMS) -> None:
+        self._least_s = interval_s
+        self._few_streams = few_streams
+        self.num_streams = 0  # that are being sent
+
+    @property
+    def interval_s(self) -> float:
+        """The interval now: it grows with the number of streams, if it is not long already."""
+        return max(self._least_s, min(_LONGEST_S, self._least_s * self.num_streams / self._few_streams))
+
+
 class Backend(Protocol):
     """An engine that runs on its own thread or process. All methods are called from one asyncio loop."""
 

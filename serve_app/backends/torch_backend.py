@@ -7,15 +7,17 @@ step's output is passed to the event loop in one call.
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
 import operator
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from serve_app.backends.base import (
     SHIPPED_HEADS,
@@ -23,6 +25,7 @@ from serve_app.backends.base import (
     Handoff,
     ModelInfo,
     Numerics,
+    Pace,
     PauseMode,
     Prefilled,
     Replayed,
@@ -50,6 +53,7 @@ from speculative.weight_formats import is_rounded
 
 _logger = logging.getLogger("truespec.engine")
 
+_FIRST_ROUNDS = 8  # that are never joined: from then on an answer's strata do not tell rounds apart
 _IDLE_S = 0.02  # wait for a command when there is work but nothing can run (all blocks are held)
 _LOOK_EVERY_S = 1.0  # checks whether an awaited engine is alive
 _STALLED_AFTER_S = 120.0  # a step that takes longer counts as hung
@@ -80,6 +84,7 @@ class TorchBackend:
         model_name: the name clients use.
         config: the engine's settings.
         make_engine: loads the engine; tests inject faulty ones here.
+        pace: at which requests are given their tokens; None = each step's at once.
     """
 
     def __init__(
@@ -88,11 +93,13 @@ class TorchBackend:
         model_name: str,
         config: EngineConfig,
         make_engine: Callable[[Path, EngineConfig], EngineCore] = load_engine,
+        pace: Pace | None = None,
     ) -> None:
         self._source = source
         self._model_name = model_name
         self._config = config
         self._make_engine = make_engine
+        self._pace = pace or Pace()
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._streams: dict[str, _Inbox] = {}
         self._to_export: set[str] = set()  # engine thread only
@@ -177,7 +184,7 @@ class TorchBackend:
         """End a running request; its stream ends with a last delta."""
         events = self._streams.get(request_id)
         if events is not None:
-            events.put(TokenDelta(request_id, finish_reason=FinishReason.ABORT))
+            events.put(TokenDelta(request_id, finish_reason=FinishReason.ABORT), time.monotonic())
 
     async def replay(self, request: Request) -> Replayed:
         """Compute a teacher-forced request."""
@@ -300,7 +307,8 @@ class TorchBackend:
         request_id = request.request_id
         if request_id in self._streams:
             raise EngineFault(f"A request {request_id!r} is already running.")
-        events = self._streams[request_id] = _Inbox()
+        events = self._streams[request_id] = _Inbox(self._pace, gathers=request.gathers)
+        self._pace.num_streams += 1
         try:
             await self._prepare(request)
             await self._open.wait()
@@ -323,6 +331,7 @@ class TorchBackend:
                     return
         finally:
             del self._streams[request_id]
+            self._pace.num_streams -= 1
             self._commands.put(lambda engine: self._abort(engine, request_id))
             self._begun.discard(request_id)
             if not self._begun:
@@ -342,10 +351,11 @@ class TorchBackend:
             await asyncio.to_thread(self._live_engine().make_constraint, request.params.structure)
 
     def _publish(self, events: list[tuple[str, Event]]) -> None:
+        now = time.monotonic()
         for request_id, event in events:
             inbox = self._streams.get(request_id)
             if inbox is not None:
-                inbox.put(event)
+                inbox.put(event, now)
 
     async def _run_between_steps(self, command: Command) -> None:
         """Run a command on the engine thread, and wait until it is done. If it raises, the engine stops. Raises
@@ -487,7 +497,8 @@ class TorchBackend:
     def _fail_all(self, error: Exception) -> None:
         self._open.set()  # requests held back by a pause must fail as well
         for request_id, events in self._streams.items():
-            events.put(TokenDelta(request_id, finish_reason=FinishReason.ERROR, error=str(error)))
+            end = TokenDelta(request_id, finish_reason=FinishReason.ERROR, error=str(error))
+            events.put(end, time.monotonic())
 
     def _call(self, function: Callable[..., None], *args: object) -> None:
         """Have the event loop call something; if the loop is closed, nothing needs to be done."""
@@ -498,27 +509,81 @@ class TorchBackend:
 
 class _Inbox:
     """The events of one request, for the one task that takes them. An `asyncio.Queue`, which may have a bound and many
-    takers, does several times as much for each."""
+    takers, does several times as much for each.
 
-    def __init__(self) -> None:
-        self._events: deque[Event] = deque()
+    To wake that task, and all that a delta passes on its way to the client, costs many times what its tokens do: so
+    deltas wait for those after them, at the pace of their stream, and are joined. What begins or ends one waits for
+    nothing, and the first rounds stay apart, as answers are judged by the rounds since a handoff.
+
+    Args:
+        pace: of the streams.
+        gathers: whether deltas may wait.
+    """
+
+    def __init__(self, pace: Pace, *, gathers: bool) -> None:
+        self._pace = pace
+        self._gathers = gathers
+        self._events: deque[tuple[Event, float]] = deque()  # and when each came
         self._arrival: asyncio.Future[None] | None = None  # for which the taker waits
+        self._due_at = 0.0  # when the next delta need not wait
+        self._latest: asyncio.TimerHandle | None = None  # ends the wait where no more deltas come
+        self._num_given = 0
 
-    def put(self, event: Event) -> None:
-        """Add an event, and wake who waits for it."""
-        self._events.append(event)
+    def put(self, event: Event, now: float) -> None:
+        """Add an event, and wake who waits for it, if it is due."""
+        self._events.append((event, now))
+        if now < self._due_at and isinstance(event, TokenDelta) and event.finish_reason is None:
+            if self._latest is None:
+                loop = asyncio.get_running_loop()
+                self._latest = loop.call_later(2 * (self._due_at - now), self._wake)
+        else:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._latest is not None:
+            self._latest.cancel()
+            self._latest = None
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
 
     async def get(self) -> Event:
-        """The oldest event, once there is one."""
+        """The oldest event, once there is one, joined with those after it that only add to it."""
         while not self._events:
             self._arrival = asyncio.get_running_loop().create_future()
-            try:
-                await self._arrival
-            finally:
-                self._arrival = None
-        return self._events.popleft()
+            await self._arrival
+        interval_s = self._pace.interval_s if self._gathers else 0.0
+        self._due_at = time.monotonic() + interval_s
+        self._num_given += 1
+        if interval_s and self._num_given > _FIRST_ROUNDS and len(self._events) > 1:
+            joined = _joined(self._events)
+            if joined is not None:
+                self._events.clear()
+                return joined
+        return self._events.popleft()[0]
+
+
+def _joined(events: Iterable[tuple[Event, float]]) -> TokenDelta | None:
+    """Return one delta with all that these, which came at these times, add to a request; None where they are not of one
+    kind: made with other weights, say, or the last one failed."""
+    deltas = [event for event, _ in events if isinstance(event, TokenDelta) and event.rounds]
+    times = [at for _, at in events]
+    if len(deltas) != len(times):
+        return None
+    each: Any = TokenDelta._make(zip(*deltas, strict=True))  # what they have in each field
+    if len(set(each.weight_version)) > 1 or len(set(each.preempted)) > 1:
+        return None
+    chained = itertools.chain.from_iterable
+    return deltas[0]._replace(
+        token_ids=tuple(chained(each.token_ids)),
+        kinds=tuple(chained(each.kinds)),
+        logprobs=None if deltas[-1].logprobs is None else tuple(chained(each.logprobs)),
+        num_drafted=sum(each.num_drafted),
+        num_accepted=sum(each.num_accepted),
+        rounds=tuple(chained(each.rounds)),
+        finish_reason=deltas[-1].finish_reason,
+        stop_token_id=deltas[-1].stop_token_id,
+        gaps_s=tuple([later - earlier for earlier, later in itertools.pairwise(times)]),
+    )
 
 
 @dataclass(frozen=True, slots=True)

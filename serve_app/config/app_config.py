@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from serve_app.backends.base import FEW_BESIDE_A_GPU, FEW_STREAMS
 from serve_app.backends.vllm_parts.checkpoint import why_not_ours
 from serve_app.backends.vllm_parts.replay_room import needs_of, vllms_share
 from serve_app.backends.vllm_parts.settings import (
@@ -415,8 +416,8 @@ class LimitsSection(Section):
     request_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
     """Longest time a request may take, and a stopping replica has to finish; a request may ask for less."""
     stream_interval_s: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """Interval between a stream's messages, each with all events since the last, for up to 4 streams of a replica; with
-    more it grows, up to 0.2 s. 0: one message per event."""
+    """Interval between a stream's messages, each with all tokens since the last, for up to 4 streams of a replica, or
+    16 on a GPU; with more it grows, up to 0.2 s. Stop strings are looked for after every step. 0: one per step."""
     stream_keep_alive_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
     """Silence after which a stream is sent a comment, which clients skip, so that no proxy ends it. 0: never."""
 
@@ -623,6 +624,11 @@ class AppConfig(Section):
     def decoding_pool(self) -> PoolName:
         """The pool whose replicas decode."""
         return self.pool_names[-1]
+
+    @property
+    def few_streams(self) -> int:
+        """Streams of a replica up to which `limits.stream_interval_s` holds."""
+        return FEW_BESIDE_A_GPU if self.pool(self.decoding_pool).num_gpus else FEW_STREAMS
 
     @property
     def router(self) -> RouterSection | None:

@@ -133,6 +133,7 @@ class HttpFront:
                 max_prompt_tokens=limits.max_prompt_tokens,
                 resumes=None if self._config.router is None else self._config.recovery.resume,
                 stream_interval_s=limits.stream_interval_s,
+                few_streams=self._config.few_streams,
                 keep_alive_s=limits.stream_keep_alive_s,
                 special_tokens_in_text=self._config.model.special_tokens_in_text,
             ),

@@ -9,32 +9,14 @@ from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from serve_app.backends.base import Pace
+
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_FEW_STREAMS = 4  # send as often as they may
-_LONGEST_S = 0.2  # to which the interval grows
+_EARLY = 0.1  # of an interval, by which a source may be early that gathers for the same interval
 _KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip
-
-
-class Pace:
-    """The pace of the streams that share it: the more there are, the longer each waits until its next message, as every
-    message takes its part of a core.
-
-    Args:
-        interval_s: from one message of a stream to the next while there are few; 0 = a message for each event, however
-            many there are.
-    """
-
-    def __init__(self, interval_s: float = 0.0) -> None:
-        self._least_s = interval_s
-        self.num_streams = 0  # that are being sent
-
-    @property
-    def interval_s(self) -> float:
-        """The interval now: it grows with the number of streams, if it is not long already."""
-        return max(self._least_s, min(_LONGEST_S, self._least_s * self.num_streams / _FEW_STREAMS))
 
 
 class EventStream(Response):
@@ -120,8 +102,8 @@ class EventStream(Response):
         def begin_interval() -> tuple[float, asyncio.TimerHandle]:
             """Start an interval: the time when its message is due, and the timer that ends a silence."""
             interval_s = self._pace.interval_s if sent_any else 0.0
-            due_at = loop.time() + interval_s
-            return due_at, loop.call_at(due_at + interval_s, hurry)
+            now = loop.time()
+            return now + (1 - _EARLY) * interval_s, loop.call_at(now + 2 * interval_s, hurry)
 
         async def collect() -> None:
             try:

@@ -18,14 +18,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
-from serve_app.backends.base import PauseMode
+from serve_app.backends.base import Pace, PauseMode
 from serve_app.cluster.desired_state import Outcome
 from serve_app.errors import ErrorReply, UnknownVerdict, UnsupportedParameter, reply_for, route_error
 from serve_app.http.access.access import Access
 from serve_app.http.access.request_gate import HEALTH, Gate
 from serve_app.http.admin import Admin, PauseOrder, RehearsalOrder, SpeculationOrder, WeightsOrder
 from serve_app.http.body import read_body, read_order
-from serve_app.http.event_stream import EventStream, Pace, unless_disconnected
+from serve_app.http.event_stream import EventStream, unless_disconnected
 from serve_app.http.openapi import document
 from serve_app.http.request_ids import LONGEST_PATH, RequestIds, request_id_of
 from serve_app.http.tap import Tap, tapped_reply
@@ -104,7 +104,7 @@ def build_ingress(
         dependencies=[Depends(admit)],
     )
     app.state.checks = front_end.checks
-    app.state.pace = Pace(front_end.limits.stream_interval_s)
+    app.state.pace = Pace(front_end.limits.stream_interval_s, front_end.limits.few_streams)
     app.router.route_class = _GuardedRoute
     app.add_middleware(RequestIds, tracing=tracing or Tracing(), metrics=gate.metrics)
     if gate.cors_origins:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from serve_app.backends.base import ModelInfo
+from serve_app.backends.base import FEW_STREAMS, ModelInfo
 from serve_app.errors import ModelNotFound, UnsupportedParameter
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.chat.control_tokens import Policy
@@ -36,6 +36,7 @@ class Limits:
     default_max_tokens: int | None = None  # chat without max_tokens; None = all that fits
     resumes: bool | None = None  # whether a request that does not say is resumed; None = none can be
     stream_interval_s: float = 0.0  # between two messages of a stream, while there are few streams
+    few_streams: int = FEW_STREAMS  # that send as often as that
     keep_alive_s: float = 0.0  # after which a silent stream is sent a comment; 0 = never
     special_tokens_in_text: Policy = "allow"  # that a conversation's texts spell
 

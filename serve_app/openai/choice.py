@@ -26,7 +26,7 @@ from serve_app.referee.records.records import Record
 from serve_app.text.answer_text import AnswerText
 from serve_app.text.tokenizer import StopMatcher, Tokenizer
 from speculative.errors import EngineFault
-from speculative.request import FinishReason, Request, TokenDelta, TokenLogprobs
+from speculative.request import FinishReason, Request, TokenDelta, TokenKind, TokenLogprobs
 
 
 class _Choice:
@@ -88,7 +88,8 @@ class _Choice:
         ids: tuple[int, ...] = delta.token_ids[:num_delivered]
         kinds: tuple[str, ...] = delta.kinds[:num_delivered]
         if delta.num_drafted:
-            self.num_accepted += min(delta.num_accepted, num_delivered)  # accepted drafts come first
+            ended = num_delivered < len(delta.token_ids)  # within the delta, at a stop string
+            self.num_accepted += kinds.count(TokenKind.ACCEPTED) if ended else delta.num_accepted
             self.num_rejected += delta.num_drafted - delta.num_accepted
         if delta.num_cached_tokens > self.num_cached:
             self.num_cached = delta.num_cached_tokens

@@ -117,6 +117,7 @@ class Planner:
                 f"{head.reply_id}-{index * head.num_choices + choice}",
                 prompt,
                 others if choice else params,
+                gathers=not wire.stop_strings,  # each is looked for as soon as its last token is there
                 resume=bool(self._limits.resumes if wire.resume is None else wire.resume),
                 priority=wire.priority or 0,
                 timeout_s=prompted.asked.timeout_s,

@@ -5,7 +5,7 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from serve_app.backends.base import TokenSource, is_taken_in
@@ -237,7 +237,7 @@ class ObservedSource:
                 self._metrics.observe("truespec_time_to_first_token_seconds", elapsed)
                 self._metrics.observe("truespec_queue_time_seconds", delta.queue_s)
             else:
-                self._metrics.observe("truespec_inter_token_latency_seconds", elapsed / len(delta.token_ids))
+                self._metrics.observe("truespec_inter_token_latency_seconds", *_latencies(elapsed, delta))
             entry.last_at, entry.waiting = now, False
         elif delta.finished:
             entry.last_at = now
@@ -259,6 +259,14 @@ class ObservedSource:
         if entry.outcome not in (FinishReason.ERROR, "rejected") and entry.request.score_from is None:
             is_replayed = entry.selection is not Selection.NOT_CHECKED
             self._ended(entry.record, is_replayed or bool(entry.record.broken_limit))
+
+
+def _latencies(elapsed: float, delta: TokenDelta) -> Iterable[float]:
+    """The seconds that each step of a delta took, by its tokens; `elapsed` is the time since the delta before it."""
+    if not delta.gaps_s:
+        return (elapsed / len(delta.token_ids),)
+    steps_s = (max(0.0, elapsed - sum(delta.gaps_s)), *delta.gaps_s)
+    return [step_s / one.num_tokens for step_s, one in zip(steps_s, delta.rounds, strict=True)]
 
 
 def _owner(request: Request) -> str:

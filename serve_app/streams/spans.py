@@ -84,7 +84,7 @@ class _Phases:
             if self._handoff_bytes is None:
                 return
         self._num_deltas += 1
-        self._sums["rounds"] += bool(delta.token_ids)
+        self._sums["rounds"] += len(delta.rounds) or bool(delta.token_ids)
         self._sums["drafted_tokens"] += delta.num_drafted
         self._sums["accepted_tokens"] += delta.num_accepted
         self._sums["tokens"] += len(delta.token_ids)

@@ -72,11 +72,11 @@ class Metrics:
         with self._sink.lock:
             self._sink.batch.gauges[series] = value
 
-    def observe(self, name: str, value: float) -> None:
-        """Put one observation into a histogram."""
-        series = self._resolve(name, "histogram", value, {})
+    def observe(self, name: str, *values: float) -> None:
+        """Put observations into a histogram."""
+        series = self._resolve(name, "histogram", sum(values), {})
         with self._sink.lock:
-            self._sink.batch.observe(series, METRICS[name].buckets, value)
+            self._sink.batch.observe(series, METRICS[name].buckets, *values)
 
     def forget(self, name: str, **labels: str) -> None:
         """Export one series of a gauge no longer, until it is set again."""
@@ -175,13 +175,14 @@ class MetricBatch:
         """Add to a counter."""
         self.counters[series] = self.counters.get(series, 0.0) + value
 
-    def observe(self, series: Series, buckets: tuple[float, ...], value: float) -> None:
-        """Put one observation into a histogram with these upper bounds; a value on a bound belongs below it."""
+    def observe(self, series: Series, buckets: tuple[float, ...], *values: float) -> None:
+        """Put observations into a histogram with these upper bounds; a value on a bound belongs below it."""
         histogram = self.histograms.get(series)
         if histogram is None:
             histogram = self.histograms[series] = BucketCounts([0] * (len(buckets) + 1))
-        histogram.counts[bisect_left(buckets, value)] += 1
-        histogram.total += value
+        for value in values:
+            histogram.counts[bisect_left(buckets, value)] += 1
+            histogram.total += value
 
     def add(self, other: "MetricBatch") -> None:
         """Add another batch's counters and histograms. Gauges do not add up and stay as they are."""

@@ -355,7 +355,7 @@ class Scheduler:
             reply.take_prompt_logprobs() if reply.returns_prompt else None,
             num_drafted,
             min(num_accepted, kept),
-            Round(verifier, kept, num_drafted, result.drafts, result.draft_probs, result.last_prob),
+            (Round(verifier, kept, num_drafted, result.drafts, result.draft_probs, result.last_prob),),
             reply.num_cached,
             reply.queue_s or 0.0,
             sequence.admission > 1,

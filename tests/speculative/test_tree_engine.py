@@ -305,7 +305,7 @@ def test_blocks_that_are_shared_hold_the_paths_keys_and_values(folders: dict[str
     for request in again:
         deltas, later = found[request.request_id].deltas, drafted_again[request.request_id].deltas
         assert deltas[0].num_cached_tokens > len(request.prompt_token_ids) - 10
-        assert [delta.round for delta in deltas] == [delta.round for delta in later], "the drafter's rows, too"
+        assert [delta.rounds for delta in deltas] == [delta.rounds for delta in later], "the drafter's rows, too"
 
 
 @needs_kernels
@@ -457,7 +457,7 @@ def test_a_tree_without_siblings_is_a_chain(folders: dict[str, Path], kind: str)
         engine.drafter.draft_loop = None
         work.append(count_rows(engine.drafter.model, "run", lambda token_ids, *_: len(token_ids)))
         answers = serve(engine, some_requests())
-        rounds = {name: [delta.round for delta in answer.deltas] for name, answer in answers.items()}
+        rounds = {name: [delta.rounds for delta in answer.deltas] for name, answer in answers.items()}
         reported.append({name: [own and (own.num_tokens, own.drafts) for own in each] for name, each in rounds.items()})
     assert reported[0] == reported[1]
     assert work[0] == work[1]

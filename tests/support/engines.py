@@ -127,7 +127,7 @@ class Answer:
         self.num_cached_tokens = delta.num_cached_tokens
         self.finish_reason, self.stop_token_id, self.error = delta.finish_reason, delta.stop_token_id, delta.error
         self.round_sizes.append(len(delta.token_ids))
-        self.rounds += [] if delta.round is None else [delta.round]
+        self.rounds += delta.rounds
 
     @property
     def values(self) -> list[float]:

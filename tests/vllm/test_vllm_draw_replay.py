@@ -87,4 +87,4 @@ async def test_each_token_follows_from_its_seed_and_a_changed_one_does_not(backe
 async def test_what_cannot_be_drawn_again_comes_without_rounds(backend: VllmBackend) -> None:
     request = Request("continued", tuple(range(40)), replace(PLAIN, max_tokens=10), seed=1)
     deltas = [delta async for delta in backend.generate(request, (5, 6))]
-    assert deltas and all(delta.round is None for delta in deltas), "its first tokens were drawn elsewhere"
+    assert deltas and all(not delta.rounds for delta in deltas), "its first tokens were drawn elsewhere"

@@ -68,7 +68,7 @@ class DeltaReader:
             stop_token_id=token_ids[-1] if reason is FinishReason.STOP and token_ids else None,
             error=GAVE_UP if reason is FinishReason.ERROR else None,
             weight_version=weight_version,
-            round=Round("vllm", len(token_ids)) if self._keeps_draws and token_ids else None,
+            rounds=(Round("vllm", len(token_ids)),) if self._keeps_draws and token_ids else (),
         )
         self._begun = True
         return delta, rounds

@@ -77,13 +77,12 @@ class Record:
         self.rounds_since_handoff += [self.num_rounds] * count
         self.preempted += [delta.preempted] * count
         self.num_drafted += delta.num_drafted
-        if delta.round is not None:
-            self.rounds.append(delta.round)
+        self.rounds += delta.rounds
         if delta.num_cached_tokens > self.num_cached:
             self.num_cached = delta.num_cached_tokens
         self.finish_reason = delta.finish_reason or self.finish_reason
         if self.num_rounds is not None and delta.token_ids:
-            self.num_rounds += 1
+            self.num_rounds += len(delta.rounds) or 1
 
     def _take_entries(self, delta: TokenDelta) -> None:
         """Add what is reported beside each logprob, before the delta's tokens are counted."""

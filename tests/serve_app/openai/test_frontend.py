@@ -16,7 +16,7 @@ from serve_app.streams.merge import merge
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import EngineFault, EngineOverloaded, HandoffRefused, InvalidRequest, RequestTimeout
-from speculative.request import FinishReason, Request, TokenDelta, TokenLogprobs
+from speculative.request import FinishReason, Request, TokenDelta, TokenKind, TokenLogprobs
 from tests.support.fake_backend import fake_logprob
 from tests.support.fake_serving import BackendSource, make_backend
 from tests.support.front_ends import (
@@ -159,7 +159,8 @@ async def test_usage_counts_prompts_once_and_drafts_as_predictions(tokenizer: To
 
 async def test_accepted_predictions_never_exceed_what_was_delivered(tokenizer: Tokenizer) -> None:
     ids = tuple(tokenizer.encode("abcd"))
-    source = DeltaSource(TokenDelta("0", (*ids, *tokenizer.encode("!!!!")), num_drafted=9, num_accepted=7))
+    kinds = (TokenKind.ACCEPTED,) * 7 + (TokenKind.RECOVERED,)
+    source = DeltaSource(TokenDelta("0", (*ids, *tokenizer.encode("!!!!")), kinds, num_drafted=9, num_accepted=7))
     usage = (await reply_to(front_end(source, tokenizer), completion(stop="!")))["usage"]
     assert usage["completion_tokens"] == len(ids) + 1
     details = usage["completion_tokens_details"]
