@@ -434,6 +434,8 @@ class PretendedCuda(TorchFunctionMode):
                 self._check_index(name, args)
             elif name == "copy_":
                 self._check_copy(args, kwargs)
+            elif name == "_scaled_mm":
+                _check_fp8_product(*map(_held, args), **kwargs)
             else:
                 self._check_devices(name, args, kwargs)
             stays = name == "copy_" and all(isinstance(tensor, DeviceTensor) for tensor in args[:2])
@@ -755,6 +757,19 @@ class _LayerOps:
             *(heads, *rotation, attend.slots, stored, *weights),
         )
         return attend.attend_stored(layer, query, attention.scores)
+
+
+def _check_fp8_product(
+    rows: Tensor, weight: Tensor, of_rows: Tensor, of_weight: Tensor, bias: Any = None, out_dtype: Any = None
+) -> None:
+    """What torch 2.9 to 2.13 asks of scales by row on CUDA, and does not on a CPU."""
+    del bias
+    assert out_dtype == torch.bfloat16, "FP8 products give bfloat16"
+    assert rows.dtype == weight.dtype == torch.float8_e4m3fn and of_rows.dtype == of_weight.dtype == torch.float32
+    assert rows.stride(1) == weight.stride(0) == 1, "FP8 rows are contiguous, and weights are transposed"
+    assert all(size % 16 == 0 for size in weight.shape), "FP8 sizes are multiples of 16"
+    assert of_rows.shape == (len(rows), 1) and of_weight.shape == (1, weight.shape[1]), "FP8 scales are of rows"
+    assert of_rows.stride(0) == of_weight.stride(1) == 1, "FP8 scales are contiguous"
 
 
 # -- tensors --------------------------------------------------------------------------------------------------------

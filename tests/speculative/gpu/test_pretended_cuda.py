@@ -22,12 +22,13 @@ from speculative.errors import ConfigError
 from speculative.gpu import verify_graph
 from speculative.gpu.memory import graph_bytes
 from speculative.gpu.operators import GraphOperators
+from speculative.gpu.packed_attention import SendPacked
 from speculative.gpu.paged_attention import AttentionSizes
 from speculative.gpu.prompt_graph import prompt_sizes
 from speculative.gpu.staged_inputs import Field
 from speculative.kernels import chosen
+from speculative.kernels.chosen import ChosenKernels
 from speculative.model.applied import digests
-from speculative.model.attention import prepare_by
 from speculative.model.formats.fp8 import Fp8, Fp8Linear
 from speculative.request import Request, SamplingParams
 from speculative.sampling.verification import VerifyOutput
@@ -59,6 +60,7 @@ from tests.support.graph_scenes import MIXED as ALL_WISHES
 from tests.support.pretended_cuda import GARBAGE_ID, PretendedCuda
 from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import write_tiny_model
+from tests.support.torch_operators import torch_operators
 from tests.support.triton_interpreter import needs_triton
 
 pytestmark = [pytest.mark.slow, needs_triton]
@@ -69,11 +71,32 @@ Load = Callable[..., EngineCore]
 Scene = Callable[[Load], dict[str, Answer]]
 
 
+in_both_forms = pytest.mark.parametrize("load", ["plain", "fp8"], indirect=True)
+"""With plain weights, and with FP8's, whose steps the CPU runs on the same buffers: what rounds the last bit otherwise
+can round FP8 to the next number."""
+
+
+def torch_operators_alone(_: ChosenKernels) -> GraphOperators:
+    """Those of captured steps on a CPU, with prompts as the pretended device computes them."""
+    operators = torch_operators(ChosenKernels())
+    return replace(operators, prepare=lambda size, first: SendPacked(size, first, operators.attend_packed))
+
+
 @pytest.fixture
-def load(target: Path) -> Load:
+def load(target: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Load:
+    given: dict[str, Any] = {"max_num_seqs": 4, "self_check_sample_rate": 1.0}
+    is_fp8 = getattr(request, "param", "plain") == "fp8"
+    if is_fp8:
+        monkeypatch.setattr(Fp8, "why_not", lambda *_: "")
+        monkeypatch.setattr(chosen, "cpu_kernels", lambda: None)
+        monkeypatch.setattr("tests.support.torch_operators.torch_operators", torch_operators_alone)
+        given |= {"quantization": "fp8", "dtype": "bfloat16", "cuda_graphs": True}
+
     def load(**changes: Any) -> EngineCore:
-        config = settings(**{"max_num_seqs": 4, "self_check_sample_rate": 1.0, **changes})
-        return load_engine(target, config, make_constraint=lambda _: Alternating())
+        engine = load_engine(target, settings(**given | changes), make_constraint=lambda _: Alternating())
+        num_fp8 = sum(isinstance(one, Fp8Linear) for one in decoder_of(engine).modules())
+        assert num_fp8 == is_fp8 * 4 * engine.model.num_layers
+        return engine
 
     return load
 
@@ -102,6 +125,7 @@ def on_both(
 # -- token for token ------------------------------------------------------------------------------------------------
 
 
+@in_both_forms
 @pytest.mark.parametrize("name", ALL)
 def test_every_drafter_with_plain_requests_all_others_and_those_that_change_logits(
     load: Load, drafters: dict[str, DrafterConfig], name: str, monkeypatch: pytest.MonkeyPatch
@@ -127,31 +151,6 @@ def only_prompts_may_be_eager(engine: EngineCore, monkeypatch: pytest.MonkeyPatc
         return takes(entries)
 
     monkeypatch.setattr(engine.parts.eager, "takes", watched)
-
-
-@pytest.mark.parametrize("name", ["none", "eagle3"])
-def test_fp8_weights(
-    load: Load, drafters: dict[str, DrafterConfig], name: str, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Against the same weights in steps that the CPU runs on the same buffers; with a switch to the same weights."""
-    monkeypatch.setattr(Fp8, "why_not", lambda *_: "")
-    # What rounds the last bit otherwise can round FP8 to the next number.
-    monkeypatch.setattr(chosen, "cpu_kernels", lambda: None)
-
-    def scene(load: Load) -> dict[str, Answer]:
-        with pytest.MonkeyPatch.context() as patch:  # prompts as on the CPU: FP8 would round other sums otherwise
-            chosen = GraphOperators.on
-            as_on_the_cpu = {"prepare": lambda *_: prepare_by(None)}
-            patch.setattr(GraphOperators, "on", lambda *given: replace(chosen(*given), **as_on_the_cpu))
-            engine = load(drafter=drafters[name], quantization="fp8", cuda_graphs=True)
-            linears = [one for one in decoder_of(engine).modules() if isinstance(one, Fp8Linear)]
-            assert len(linears) == 4 * engine.model.num_layers
-            found = answers(engine, SHORT)
-            engine.switch(load_weights(target, engine.config, engine.device), "2")
-            add_all(engine, MIXED, prefix="mixed")
-            return found | run(engine)
-
-    assert_same(*on_both(scene, load, capture_beforehand=True))
 
 
 @pytest.mark.parametrize(("family", "kind"), [("gemma2", "draft_model"), ("olmo2", "eagle3"), ("phi3", "draft_model")])
@@ -191,6 +190,7 @@ def test_every_logprobs_mode(load: Load, drafters: dict[str, DrafterConfig], mod
     assert_same(*on_both(scene, load))
 
 
+@in_both_forms
 @pytest.mark.parametrize(("name", "changes"), [("draft_model", {"length": "dynamic"}), ("eagle3", {"sampled": False})])
 def test_drafts_of_varying_length_and_drafts_that_are_not_sampled(
     load: Load, drafters: dict[str, DrafterConfig], name: str, changes: dict[str, Any]
@@ -203,6 +203,7 @@ def test_drafts_of_varying_length_and_drafts_that_are_not_sampled(
     assert texts(found) == texts(expected)
 
 
+@in_both_forms
 @pytest.mark.parametrize("name", ["draft_model", "eagle3"])
 def test_a_handoff(load: Load, drafters: dict[str, DrafterConfig], name: str) -> None:
     def scene(load: Load) -> dict[str, Answer]:
@@ -216,9 +217,10 @@ def test_a_handoff(load: Load, drafters: dict[str, DrafterConfig], name: str) ->
     assert_same(*on_both(scene, load))
 
 
-def test_scoring(load: Load) -> None:
+@in_both_forms
+def test_scoring_and_prompts_in_chunks(load: Load) -> None:
     def scene(load: Load) -> dict[str, Answer]:
-        engine = load()
+        engine = load(max_batched_tokens=24)
         params = SamplingParams(max_tokens=1, top_p=0.9, prompt_logprobs=2)
         engine.add(Request("scored", PROMPTS[4] + PROMPTS[3], params, seed=1, score_from=len(PROMPTS[4])))
         add_all(engine, SHORT)
@@ -227,6 +229,7 @@ def test_scoring(load: Load) -> None:
     assert_same(*on_both(scene, load))
 
 
+@in_both_forms
 def test_preemptions(load: Load, drafters: dict[str, DrafterConfig]) -> None:
     def scene(load: Load) -> dict[str, Answer]:
         engine = load(drafter=drafters["draft_model"], kv_cache_tokens=96, max_model_len=96)
@@ -237,6 +240,7 @@ def test_preemptions(load: Load, drafters: dict[str, DrafterConfig]) -> None:
     assert_same(*on_both(scene, load))
 
 
+@in_both_forms
 @pytest.mark.parametrize("name", ["ngram", "eagle3"])
 def test_more_sequences_than_are_captured_are_computed_in_parts(
     load: Load, drafters: dict[str, DrafterConfig], name: str, monkeypatch: pytest.MonkeyPatch
@@ -337,6 +341,27 @@ def test_evidence_that_is_inflated_is_found(load: Load, fault: str, monkeypatch:
         on_both(scene, load)
 
 
+FP8_FAULTS: dict[str, tuple[str, Callable[[Fp8Linear], Any]]] = {
+    "give bfloat16": ("dtype", lambda one: torch.float32),
+    "weights are transposed": ("weight", lambda one: one.weight.t().contiguous().t()),
+    "scales are contiguous": ("weight_scale", lambda one: one.weight_scale.expand(-1, 2).contiguous()[:, :1]),
+}
+
+
+@pytest.mark.parametrize("load", ["fp8"], indirect=True)
+@pytest.mark.parametrize("fault", FP8_FAULTS)
+def test_fp8_products_that_only_a_cpu_computes_are_found(load: Load, fault: str) -> None:
+    with PretendedCuda():
+        engine = load(device="cuda")
+        linear = next(one for one in decoder_of(engine).modules() if isinstance(one, Fp8Linear))
+        name, spoil = FP8_FAULTS[fault]
+        spoiled = spoil(linear)
+        delattr(linear, name)
+        setattr(linear, name, spoiled)
+        with pytest.raises(AssertionError, match=fault):
+            answers(engine, SHORT[:1])
+
+
 @pytest.mark.parametrize("to", [torch.zeros(3), None])
 def test_a_copy_that_nobody_waited_for_is_garbage(to: Tensor | None) -> None:
     with PretendedCuda():
@@ -375,7 +400,14 @@ STAGING = 2**14  # bytes of the device that an update may take
 
 
 @pytest.mark.parametrize(
-    ("name", "graphs"), [("none", True), ("ngram", True), ("draft_model", True), ("eagle3", True), ("eagle3", False)]
+    ("load", "name", "graphs"),
+    [
+        *(("plain", name, True) for name in ("none", "ngram", "draft_model", "eagle3")),
+        ("plain", "eagle3", False),
+        ("fp8", "ngram", True),
+        ("fp8", "eagle3", True),
+    ],
+    indirect=["load"],
 )
 def test_new_weights_are_copied_over_the_old_where_the_cache_has_all_other_memory(
     load: Load, drafters: dict[str, DrafterConfig], name: str, graphs: bool, tmp_path: Path
