@@ -1,4 +1,7 @@
-"""The Triton kernels as they are compiled for GPUs, without one: down to machine code, in bfloat16."""
+"""The Triton kernels as they are compiled for GPUs, without one: down to machine code, in bfloat16.
+
+All for Hopper; for other GPUs those whose products and FP8 differ there.
+"""
 
 import json
 import os
@@ -14,19 +17,25 @@ from tests.support.triton_interpreter import needs_triton
 
 pytestmark = [pytest.mark.slow, needs_triton]
 SHARED_MEMORY = 99 << 10  # of a block, on the GPUs since Ampere that have the least
+CAPABILITIES = (80, 89, 90, 100, 120)
 COMPILE = """
 import json
+import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from speculative.gpu import triton_attention, triton_drafts, triton_edits, triton_filters, triton_layers, triton_prompts
 from speculative.gpu import triton_vocabulary
 
+capability = int(sys.argv[1])
+
 def compiled(name, kernel, kinds, warps=4, stages=3, **constants):
+    if capability != 90 and not name.startswith("attention") and not ("FP8" in name and capability >= 89):
+        return
     signature = dict(zip(kernel.arg_names, kinds.split(), strict=False)) | dict.fromkeys(constants, "constexpr")
     multiples = [index for index, arg in enumerate(kernel.arg_names) if signature[arg][0] == "*" or "stride" in arg]
     aligned = {(index,): [["tt.divisibility", 16]] for index in multiples}
-    target, options = GPUTarget("cuda", 90, 32), {"num_warps": warps, "num_stages": stages}
+    target, options = GPUTarget("cuda", capability, 32), {"num_warps": warps, "num_stages": stages}
     print("KERNEL", name)
     made = triton.compile(ASTSource(kernel, signature, constants, aligned), target=target, options=options)
     print(json.dumps({"ttir": made.asm["ttir"], "ptx": made.asm["ptx"], "shared": made.metadata.shared}))
@@ -129,13 +138,13 @@ class Compiled(NamedTuple):
     spilled: int
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
+@pytest.fixture(scope="module", params=CAPABILITIES)
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
     """In a process of its own, where Triton compiles instead of interpreting."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "TRITON_DUMP_PTXAS_LOG": "1"}
     run = subprocess.run(
-        [sys.executable, "-c", COMPILE],
+        [sys.executable, "-c", COMPILE, str(request.param)],
         capture_output=True,
         text=True,
         env=environment,
@@ -155,7 +164,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
 
 def test_sums_stay_in_registers_and_tiles_fit(kernels: dict[str, Compiled]) -> None:
     spilled = {name: kernel.spilled for name, kernel in kernels.items() if kernel.spilled}
-    assert all(name.startswith("attention") and size <= 40 for name, size in spilled.items()), spilled
+    assert all(name.startswith("attention") and size <= 80 for name, size in spilled.items()), spilled
     assert max(kernel.shared for kernel in kernels.values()) <= SHARED_MEMORY
 
 
@@ -186,7 +195,7 @@ def narrow_pointers(ttir: str) -> set[str]:
 
 def test_fp8_is_rounded_to_the_nearest_and_stays_below_its_largest(kernels: dict[str, Compiled]) -> None:
     for name, kernel in kernels.items():
-        assert ("cvt.rn.satfinite.e4m3x2.f32" in kernel.ptx) == ("FP8" in name), name
+        assert ("cvt.rn.satfinite.e4m3x2." in kernel.ptx) == ("FP8" in name), name
 
 
 def test_a_rotation_rounds_where_torch_does(kernels: dict[str, Compiled]) -> None:

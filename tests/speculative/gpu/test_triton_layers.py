@@ -76,9 +76,10 @@ def test_gate(triton: LayerOps, size: int, num_rows: int, dtype: torch.dtype) ->
     assert torch.allclose(triton.gate(ends), TORCH.gate(ends), rtol=1e-6, atol=0)
 
 
-@pytest.fixture
-def rounded_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter loses the carry of a mantissa that is rounded up: here torch rounds, as a GPU does."""
+@pytest.fixture(params=[torch.float32, torch.float16], ids=["9.0", "8.9"])
+def rounded_fp8(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter loses the carry of a mantissa that is rounded up: here torch rounds, as a GPU does; of
+    compute capability 8.9 by way of float16."""
     from triton import language as tl
     from triton.runtime import interpreter
 
@@ -87,7 +88,7 @@ def rounded_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     def converted(data: Any, source: Any, to: Any, mode: Any) -> Any:
         if to != tl.float8e4nv:
             return convert(data, source, to, mode)
-        return torch.from_numpy(data).to(E4M3).view(torch.uint8).numpy()
+        return torch.from_numpy(data).to(request.param).to(E4M3).view(torch.uint8).numpy()
 
     monkeypatch.setattr(interpreter, "_convert_float", converted)
 
