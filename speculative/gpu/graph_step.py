@@ -102,7 +102,8 @@ class GraphStep:
         most_rows = self.buckets.query_lengths[-1]
         target = TargetPass(decoder, paged, self.buffers, drafter.capture, most_rows, self.capturer)
         prompts = PromptPass(
-            decoder, cache, room, operators.attend_packed, drafter.capture, self._prompt_sizes, self.capturer
+            *(decoder, paged, operators.attend_packed, self.buffers, drafter.capture, self._prompt_sizes),
+            self.capturer,
         )
         prepare = operators.prepare(config.block_size, 0)
         self.runner = GraphRunner(decoder, cache, target, prompts, self.buckets, prepare)
@@ -172,8 +173,9 @@ class GraphStep:
         offsets = np.arange(len(entries)) - np.repeat(np.cumsum(own) - own, own)
         return StepDrafts(counts, np.zeros(len(entries), np.int64), offsets * bucket.num_seqs + entries, None)
 
-    def verify(self, batch: Batch, drafts: StepDrafts | None) -> StepOutcome:
-        """Run the target on the step's rows, verify, and copy the results to the host, once for each part."""
+    def verify(self, batch: Batch, drafts: StepDrafts | None, beside: Sequence[Entry] = ()) -> StepOutcome:
+        """Run the target on the step's rows, verify, and copy the results to the host, once for each part. Prompts
+        beside them are computed in the same pass, where they fit."""
         if drafts is None:
             most = self.buckets.batch_sizes[-1]
             parts = [Batch(batch.entries[begin : begin + most]) for begin in range(0, len(batch.entries), most)]
@@ -185,7 +187,11 @@ class GraphStep:
         if drafts.rows is not None:
             sources = np.full(len(step_input.input_ids), -1, np.int64)
             sources[step_input.verify_rows[step_input.offsets > 0]] = drafts.rows
-        self.runner.target.run(bucket, step_input, sources)
+        prompts = None
+        if beside and not any(entry.max_drafts for entry in beside):
+            nothing = np.empty(0, np.int64)
+            prompts = build_step_input(beside, np.zeros(len(beside), np.int64), nothing, self._config.block_size)
+        self.runner.run_decoding(bucket, step_input, sources, prompts)
         requests = self._requests.of(batch.entries)
         sampler, self_check = self._checked.sampler, self._checked.self_check
         checked, edits = self_check.due(), None

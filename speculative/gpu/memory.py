@@ -36,6 +36,7 @@ def graph_bytes(
     num_features = 0 if draft_model is None else draft_model.num_features
     needed += prompts[-1] * (model.hidden_size + num_features) * decoder.dtype.itemsize
     num_tables = sum(bucket.num_seqs for bucket in buckets.packed) + len(prompts) * MOST_SEQUENCES
+    num_tables += num_seqs  # of those that decode beside prompts
     if draft_model is not None:
         width = vocab_size if draft_model.ids is None else len(draft_model.ids)
         # Drafts are sampled from the LM head's output, with a few numbers of each block of it.

@@ -1,7 +1,6 @@
 """Causal attention of packed rows, any number a sequence, over the paged KV cache: prompts, and chunks of them."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -9,7 +8,7 @@ from torch import Tensor
 from speculative.gpu.paged_attention import KernelAttention
 from speculative.gpu.staged_inputs import Array, send_once
 from speculative.model.attention import CacheAttention
-from speculative.model.config import ScoreRule
+from speculative.model.config import PLAIN, ScoreRule
 from speculative.state.batch import AttentionRows, Int64s
 from speculative.state.kv_cache import KVCache
 
@@ -20,18 +19,31 @@ class PackedRows(NamedTuple):
     spans: [B, 4] int32: a sequence's first row, how many it has, the position of the first, and where its blocks begin
         in `blocks`. A row sees the positions of its sequence up to its own.
     blocks: [any] int32, sequence after sequence.
-    most_rows: of a sequence. first: positions below it do not exist. block_size: tokens a block.
+    first: positions below it do not exist. block_size: tokens a block.
     """
 
     spans: Tensor
     blocks: Tensor
-    most_rows: int
     first: int
     block_size: int
 
 
-AttendPacked = Callable[[Tensor, Tensor, Tensor, PackedRows, ScoreRule], Tensor]
-"""query [N, num_heads, head_dim], a layer's keys and values [num_slots, num_kv_heads, head_dim] -> as query."""
+class AttendPacked(Protocol):
+    """Attention of packed rows by a kernel."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rows: PackedRows,
+        scores: ScoreRule = PLAIN,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """query [N, num_heads, head_dim], a layer's keys and values [num_slots, num_kv_heads, head_dim] -> as query.
+
+        Rows of no sequence stay as they are in `out`, where it is given; else they are anything.
+        """
 
 
 class SendPacked:
@@ -47,8 +59,7 @@ class SendPacked:
         """Implement `PreparePass`."""
         spans, blocks = tables_of(rows, self._block_size, self._first)
         sent = send_once((rows.slots, spans, blocks, *arrays), cache.data.device)
-        most_rows = int(spans[:, 1].max())
-        packed = PackedRows(sent[1], sent[2], most_rows, self._first, self._block_size)
+        packed = PackedRows(sent[1], sent[2], self._first, self._block_size)
         return KernelAttention(cache, sent[0], packed, self._attend), sent[3:]
 
 

@@ -41,8 +41,8 @@ class PagedCache:
 
 def row_fields(bucket: Bucket | PackedBucket, room: CacheRoom) -> dict[str, Field]:
     """The fields that `fill_rows` or `fill_packed` fills and `paged_rows` reads. blocks: a column a sequence, sent as
-    far as it is used: contexts are far shorter than the longest possible one. starts: where packed rows of sequences
-    begin, which may have several."""
+    far as it is used: contexts are far shorter than the longest possible one. starts: as in `PagedRows`, where packed
+    rows of sequences may be several."""
     shape = (bucket.num_rows,) if isinstance(bucket, PackedBucket) else (bucket.num_seqs, bucket.num_queries)
     fields = {
         "positions": Field(shape),
@@ -51,7 +51,7 @@ def row_fields(bucket: Bucket | PackedBucket, room: CacheRoom) -> dict[str, Fiel
         "blocks": Field((room.max_blocks, bucket.num_seqs), torch.int32, in_part=True),
     }
     if isinstance(bucket, PackedBucket) and bucket.num_rows > bucket.num_seqs:
-        fields["starts"] = Field((bucket.num_seqs + 1,), torch.int32)
+        fields["starts"] = Field((bucket.num_seqs + 2,), torch.int32)
     return fields
 
 
@@ -103,8 +103,8 @@ def fill_packed(host: Mapping[str, Array], columns: Array, step_input: StepInput
     row_starts, positions = step_input.row_starts, step_input.positions
     owners = np.repeat(np.arange(len(row_starts) - 1), row_starts[1:] - row_starts[:-1])
     if "starts" in host:
-        host["starts"][: len(row_starts)] = row_starts
-        host["starts"][len(row_starts) :] = row_starts[-1]
+        host["starts"][0], host["starts"][1 : len(row_starts) + 1] = len(row_starts) - 1, row_starts
+        host["starts"][len(row_starts) + 1 :] = row_starts[-1]
     return _write_rows(host, columns, owners, positions, slice(len(positions)), room)
 
 

@@ -29,7 +29,8 @@ class PagedRows:
     visible: [N] a row sees the positions below this of its sequence; 0 = it stands for nothing.
     blocks: [B, M] the blocks of each sequence; anything valid behind the last one.
     first: positions below it do not exist.
-    starts: [B + 1] int32, where each sequence's packed rows begin, and the last one's end; None = each has N / B.
+    starts: [B + 2] int32 of packed rows: how many of the B sequences there are, where the rows of each begin, and where
+        the last one's end; None = each has N / B.
     most_rows: of a sequence, where they are packed.
     """
 
@@ -68,7 +69,8 @@ class AttentionSizes:
 
 
 AttendPaged = Callable[[Tensor, Tensor, Tensor, PagedRows, ScoreRule], Tensor]
-"""query [N, num_heads, head_dim], a layer's keys and values [num_slots, num_kv_heads, head_dim] -> as query."""
+"""query [N or more, num_heads, head_dim], a layer's keys and values [num_slots, num_kv_heads, head_dim] -> as query;
+anything behind the first N rows."""
 
 
 Rows = TypeVar("Rows")

@@ -1,22 +1,27 @@
 """The target's forward pass over packed rows of prompts, captured: run eagerly, its launches take the host longer than
-they take the device."""
+they take the device. In front of them there may be rows of decoding sequences, which then read no weights of their own.
+"""
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from speculative.gpu.buckets import PackedBucket
+from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Captured, Capturer
 from speculative.gpu.packed_attention import AttendPacked, PackedRows, tables_of
-from speculative.gpu.padding import CacheRoom
-from speculative.gpu.paged_attention import KernelAttention
-from speculative.gpu.staged_inputs import Field, StagedInputs
+from speculative.gpu.padding import BlockTables, PagedCache, fill_packed, paged_rows, row_fields
+from speculative.gpu.paged_attention import KernelAttention, PagedRows
+from speculative.gpu.staged_inputs import Array, Field, StagedInputs
+from speculative.model.attention import CacheAttention
+from speculative.model.config import PLAIN, ScoreRule
 from speculative.model.decoder import Decoder
-from speculative.state.batch import StepInput
-from speculative.state.kv_cache import KVCache
+from speculative.state.batch import Int64s, StepInput
 
 MOST_ROWS = 2048
 """Larger passes run eagerly: the host has launched them before the device has computed them."""
@@ -49,9 +54,9 @@ class PromptPass:
 
     Args:
         decoder: the target.
-        cache: its keys and values.
-        room: of the cache, with a block that is nobody's.
+        cache: its keys and values, and attention of decoding rows.
         attend: attention of packed rows.
+        buffers: of the step; they get what is computed of decoding rows.
         capture: the layers whose inputs are features, as `Decoder.run` takes them.
         sizes: numbers of rows, ascending.
         capturer: of the engine.
@@ -60,20 +65,26 @@ class PromptPass:
     def __init__(
         self,
         decoder: Decoder,
-        cache: KVCache,
-        room: CacheRoom,
+        cache: PagedCache,
         attend: AttendPacked,
+        buffers: GraphBuffers,
         capture: tuple[int, ...],
         sizes: tuple[int, ...],
         capturer: Capturer,
     ) -> None:
-        self._decoder, self._cache, self._room, self._attend = decoder, cache, room, attend
-        self._capture, self._capturer = capture, capturer
+        self._decoder, self._cache, self._room, self._attend = decoder, cache, cache.room, attend
+        self._buffers, self._capture, self._capturer = buffers, capture, capturer
         self._sizes = sizes
+        self._decoding = decoding = PackedBucket(len(buffers.draft_hidden), len(buffers.hidden))  # the most there are
         hidden_size = decoder.config.hidden_size
         self._hidden = torch.zeros((sizes[-1], hidden_size), dtype=decoder.dtype, device=decoder.device)
         self._features = self._hidden.new_zeros((sizes[-1], hidden_size * len(capture)))
-        self._passes: dict[int, Captured[None]] = {}
+        self._inputs: dict[int, StagedInputs] = {}
+        self._passes: dict[tuple[int, bool], Captured[None]] = {}
+        self._tables = BlockTables(cache.room)
+        fields = row_fields(decoding, cache.room) | {"sources": Field((decoding.num_rows,), padding=-1)}
+        fields["starts"] = Field((decoding.num_seqs + 2,), torch.int32)
+        self._beside = StagedInputs(fields, capturer.device)  # of decoding rows, in passes of any size
 
     def takes(self, step_input: StepInput) -> bool:
         """Return whether the rows of each `MOST_SEQUENCES` sequences fit."""
@@ -87,29 +98,63 @@ class PromptPass:
             return run_in_parts(step_input, MOST_SEQUENCES, self._replay)
         return self._replay(step_input)
 
+    def takes_beside(self, prompts: StepInput, bucket: PackedBucket, num_rows: int) -> bool:
+        """Return whether the rows of prompts fit behind `num_rows` decoding rows, which are judged in a bucket."""
+        most = max(bucket.num_rows, num_rows + len(prompts.input_ids))
+        return len(prompts.sequences) <= MOST_SEQUENCES and most <= self._sizes[-1]
+
+    def run_beside(
+        self, prompts: StepInput, bucket: PackedBucket, decoding: StepInput, sources: Int64s | None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute decoding rows as `TargetPass.run` does, and prompts' as `run` does, in one pass; see there."""
+        num_before, num_rows = len(decoding.input_ids), len(prompts.input_ids)
+        captured = self._prepare(self._fit(max(bucket.num_rows, num_before + num_rows)), beside=True)
+        host, beside = captured.inputs.next_host(), self._beside.next_host()
+        num_blocks = fill_packed(beside, self._tables.of(decoding.sequences), decoding, self._room)
+        if sources is not None:
+            beside["sources"][:num_before] = sources
+        self._beside.send(num_blocks)
+        host["input_ids"][:num_before] = decoding.input_ids
+        for name in ("positions", "slots"):
+            host[name][:num_before] = beside[name][:num_before]
+        captured.inputs.send(self._fill(host, prompts, num_before))
+        self._buffers.features.version += 1
+        captured.replay()
+        own = slice(num_before, num_before + num_rows)
+        return self._hidden[own].clone(), self._features[own].clone()
+
     def capture_all(self) -> None:
         """Capture every size, the largest first, so that smaller ones reuse its memory."""
         for size in reversed(self._sizes):
             self._prepare(size)
+            if self._decoding.num_seqs > 1:  # else nobody decodes beside a prompt
+                self._prepare(size, beside=True)
+
+    def _fit(self, num_rows: int) -> int:
+        return self._sizes[bisect_left(self._sizes, num_rows)]
 
     def _replay(self, step_input: StepInput) -> tuple[Tensor, Tensor]:
         num_rows = len(step_input.input_ids)
-        captured = self._prepare(self._sizes[bisect_left(self._sizes, num_rows)])
-        rows = step_input.attention_rows()
-        spans, blocks = tables_of(rows, self._room.block_size, 0)
-        host = captured.inputs.next_host()
-        host["input_ids"][:num_rows] = step_input.input_ids
-        host["positions"][:num_rows] = step_input.positions
-        host["slots"][:num_rows] = rows.slots
-        host["spans"][: len(spans)] = spans
-        host["blocks"][: len(blocks)] = blocks
-        captured.inputs.send(len(blocks))
+        captured = self._prepare(self._fit(num_rows))
+        captured.inputs.send(self._fill(captured.inputs.next_host(), step_input, 0))
         captured.replay()
         return self._hidden[:num_rows].clone(), self._features[:num_rows].clone()
 
-    def _prepare(self, size: int) -> Captured[None]:
+    def _fill(self, host: Mapping[str, Array], step_input: StepInput, begin: int) -> int:
+        """Write rows from `begin` on; return how many blocks are to be sent."""
+        rows = step_input.attention_rows()
+        spans, blocks = tables_of(rows, self._room.block_size, 0)
+        own = slice(begin, begin + len(step_input.input_ids))
+        host["input_ids"][own], host["positions"][own] = step_input.input_ids, step_input.positions
+        host["slots"][own] = rows.slots
+        spans[:, 0] += begin
+        host["spans"][: len(spans)] = spans
+        host["blocks"][: len(blocks)] = blocks
+        return len(blocks)
+
+    def _prepare(self, size: int, *, beside: bool = False) -> Captured[None]:
         """The captured pass of a size; captured now if it is new."""
-        if size not in self._passes:
+        if size not in self._inputs:
             room = self._room
             fields = {
                 "input_ids": Field((size,)),
@@ -118,16 +163,48 @@ class PromptPass:
                 "spans": Field((MOST_SEQUENCES, 4), torch.int32),  # padding has no rows
                 "blocks": Field((MOST_SEQUENCES * room.max_blocks,), torch.int32, in_part=True),
             }
-            inputs = StagedInputs(fields, self._capturer.device)
-            replay = self._capturer.capture(lambda: self._compute(inputs.on_device))
-            self._passes[size] = Captured(inputs, replay)
-        return self._passes[size]
+            self._inputs[size] = StagedInputs(fields, self._capturer.device)
+        if (size, beside) not in self._passes:
+            inputs = self._inputs[size]
+            for given in (inputs, self._beside):  # a capture runs on what they hold: on padding
+                given.next_host()
+                given.send()
+            compute = self._compute_beside if beside else self._compute
+            self._passes[size, beside] = Captured(inputs, self._capturer.capture(lambda: compute(inputs.on_device)))
+        return self._passes[size, beside]
 
-    def _compute(self, inputs: dict[str, Tensor]) -> None:
-        size = len(inputs["input_ids"])
-        rows = PackedRows(inputs["spans"], inputs["blocks"], size, 0, self._room.block_size)
-        attention = KernelAttention(self._cache, inputs["slots"], rows, self._attend)
-        hidden, features = self._decoder.run(inputs["input_ids"], inputs["positions"], attention, self._capture)
-        self._hidden[:size].copy_(hidden)
+    def _compute(self, inputs: Mapping[str, Tensor]) -> None:
+        attention = KernelAttention(self._cache.cache, inputs["slots"], self._rows(inputs), self._attend)
+        self._run(inputs["input_ids"], inputs["positions"], attention)
+
+    def _compute_beside(self, inputs: Mapping[str, Tensor]) -> None:
+        input_ids, given = inputs["input_ids"], self._beside.on_device
+        most = min(self._decoding.num_rows, len(input_ids))
+        few = paged_rows(given, most_rows=self._decoding.num_rows // self._decoding.num_seqs)
+        few = replace(few, visible=few.visible[:most])
+
+        def attend(
+            query: Tensor, keys: Tensor, values: Tensor, rows: tuple[PagedRows, PackedRows], scores: ScoreRule = PLAIN
+        ) -> Tensor:
+            out = self._cache.attend(query, keys, values, rows[0], scores)
+            return self._attend(query, keys, values, rows[1], scores, out)
+
+        sources = given["sources"][:most]
+        drafted = self._buffers.drafts.tokens[sources.clamp(min=0)]
+        input_ids = torch.cat([torch.where(sources >= 0, drafted, input_ids[:most]), input_ids[most:]])
+        attention = KernelAttention(self._cache.cache, inputs["slots"], (few, self._rows(inputs)), attend)
+        hidden, features = self._run(input_ids, inputs["positions"], attention)
+        # The judge reads rows behind those that decode: nothing of a prompt's may be in them.
+        self._buffers.hidden[:most].copy_(hidden[:most].masked_fill((few.visible == 0)[:, None], 0.0))
         if self._capture:
-            self._features[:size].copy_(features)
+            self._buffers.features.rows[:most].copy_(features[:most])
+
+    def _rows(self, inputs: Mapping[str, Tensor]) -> PackedRows:
+        return PackedRows(inputs["spans"], inputs["blocks"], 0, self._room.block_size)
+
+    def _run(self, input_ids: Tensor, positions: Tensor, attention: CacheAttention) -> tuple[Tensor, Tensor]:
+        hidden, features = self._decoder.run(input_ids, positions, attention, self._capture)
+        self._hidden[: len(hidden)].copy_(hidden)
+        if self._capture:
+            self._features[: len(hidden)].copy_(features)
+        return hidden, features

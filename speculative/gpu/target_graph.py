@@ -9,7 +9,7 @@ from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Captured, Capturer
 from speculative.gpu.padding import BlockTables, PagedCache, fill_packed, paged_rows, row_fields
 from speculative.gpu.prompt_graph import PromptPass, run_in_parts
-from speculative.gpu.staged_inputs import Field, StagedInputs, send_once
+from speculative.gpu.staged_inputs import Field, StagedInputs
 from speculative.model.attention import PreparePass
 from speculative.model.decoder import Decoder
 from speculative.state.batch import Int64s, StepInput
@@ -94,26 +94,32 @@ class GraphRunner(ModelRunner):
         super().__init__(decoder, cache, decoder.device, prepare)
         self.target, self.prompts = target, prompts
         self._buckets = buckets
+        self._found: tuple[StepInput, tuple[Tensor, Tensor]] | None = None  # rows computed beside decoding ones
+
+    def run_decoding(
+        self, bucket: PackedBucket, step_input: StepInput, sources: Int64s | None, prompts: StepInput | None
+    ) -> None:
+        """Run `TargetPass.run`; in the same pass compute the rows of prompts, where they fit, for which
+        `forward_with_features` will be asked next."""
+        num_rows = len(step_input.input_ids)
+        if prompts is not None and self.prompts.takes_beside(prompts, bucket, num_rows):
+            self._found = prompts, self.prompts.run_beside(prompts, bucket, step_input, sources)
+        else:
+            self.target.run(bucket, step_input, sources)
 
     def forward_with_features(self, step_input: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Implement `ModelRunner.forward_with_features`."""
+        found, self._found = self._found, None
         if capture not in ((), self.target.capture):
             return super().forward_with_features(step_input, capture)
         counts = np.diff(step_input.row_starts)
-        few = counts <= self._buckets.query_lengths[-1]
-        if few.all():
+        if found is not None and found[0].sequences == step_input.sequences:
+            assert np.array_equal(found[0].positions, step_input.positions), "the rows of a step do not change in it"
+            hidden, features = found[1]
+            return hidden, features if capture else hidden[:, :0]
+        if counts.max() <= self._buckets.query_lengths[-1]:
             return self._replay(step_input, capture)
-        if not few.any():
-            return self._run_prompts(step_input, capture)
-        hidden: list[Tensor] = []
-        features: list[Tensor] = []
-        for chosen, run in ((few, self._replay), (~few, self._run_prompts)):
-            found = run(step_input.of_sequences(chosen), capture)
-            hidden.append(found[0])
-            features.append(found[1])
-        is_few = np.repeat(few, counts)
-        (order,) = send_once([np.argsort(np.argsort(~is_few, kind="stable"))], self.device)
-        return torch.cat(hidden)[order], torch.cat(features)[order]
+        return self._run_prompts(step_input, capture)
 
     def _run_prompts(self, step_input: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         if not self.prompts.takes(step_input):

@@ -8,9 +8,10 @@ its own inputs and of its sequence's number of rows.
 
 A sequence with few rows gets a program's narrow tile whatever its neighbours have, one with more a wide one.
 
-The number of programs follows the batch: one computes several parts where there are sequences enough to keep the GPU
-busy. A part is the same numbers whoever computes it. In layers with a window the parts begin with the split that the
-first position in it lies in, and what is before it is not read.
+The number of programs follows the batch, and that of each context the sequences that there are in it: a program
+computes several parts where these are enough to keep the GPU busy. A part is the same numbers whoever computes it. In
+layers with a window the parts begin with the split that the first position in it lies in, and what is before it is not
+read.
 """
 
 import torch
@@ -82,7 +83,7 @@ def _attend_splits(  # noqa: PLR0913
     values,
     blocks,  # [B, M] int64
     visible,  # [N] int64
-    starts,  # [B + 1] int32: the first row of each sequence; None = each has Q
+    starts,  # [B + 2] int32: how many sequences there are, and where their rows begin; None = B, with Q rows each
     partial,  # [N, KV * GROUP, P, D] float32: softmax-weighted values of one of P parts of the context
     weight,  # [N, KV * GROUP, P] float32: log2 of the sum of its exponentials
     scale,  # of the scores, in units of log2
@@ -95,6 +96,7 @@ def _attend_splits(  # noqa: PLR0913
     cache_slot_stride,
     cache_head_stride,
     FIRST: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -109,24 +111,31 @@ def _attend_splits(  # noqa: PLR0913
     UP_TO: tl.constexpr,  # 0 = any
     SEQS: tl.constexpr,  # at least B
 ):
-    sequence, kv_head = tl.program_id(0) // num_tiles, tl.program_id(1)
     if starts is None:
+        place, kv_head, first_turn, sharing = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+        sequence = place // num_tiles
         begin = sequence * num_queries
     else:
-        if ABOVE > 0:  # the n-th of those
+        kv_head, found, starts = tl.program_id(0), tl.load(starts), starts + 1
+        if ABOVE > 0:  # of those
             every = tl.arange(0, SEQS)
             is_any = every < num_seqs
             own = tl.load(starts + every + 1, mask=is_any, other=0) - tl.load(starts + every, mask=is_any, other=0)
             wanted = (own * GROUP > ABOVE).to(tl.int32)
-            if sequence >= tl.sum(wanted, axis=0):
-                return
+            found = tl.sum(wanted, axis=0)
+        sharing = tl.maximum(tl.minimum(tl.num_programs(1) // tl.maximum(found * num_tiles, 1), NUM_PARTS), 1)
+        place, first_turn = tl.program_id(1) // sharing, tl.program_id(1) % sharing
+        sequence = place // num_tiles
+        if sequence >= found:
+            return
+        if ABOVE > 0:
             is_it = (wanted > 0) & (tl.cumsum(wanted, axis=0) == sequence + 1)
             sequence = tl.sum(tl.where(is_it, every, 0), axis=0)
         begin = tl.load(starts + sequence)
         num_queries = tl.load(starts + sequence + 1) - begin
         if UP_TO > 0 and num_queries * GROUP > UP_TO:
             return
-    row = tl.program_id(0) % num_tiles * ROWS + tl.arange(0, ROWS)
+    row = place % num_tiles * ROWS + tl.arange(0, ROWS)
     exists = row < num_queries * GROUP
     token = (begin + row // GROUP).to(tl.int64)  # the workspace may hold more than 2**31 numbers
     head = kv_head * GROUP + row % GROUP
@@ -148,7 +157,7 @@ def _attend_splits(  # noqa: PLR0913
         shortest = tl.min(tl.where(seen > 0, seen, longest), axis=0)
         lowest = tl.maximum(shortest - WINDOW, FIRST)
         before = lowest // SPLIT
-    for turn in range(tl.program_id(2), tl.minimum(num_splits - before, NUM_PARTS), tl.num_programs(2)):
+    for turn in range(first_turn, tl.minimum(num_splits - before, NUM_PARTS), sharing):
         highest = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         summed = tl.zeros([ROWS, DIM], tl.float32)
@@ -169,7 +178,7 @@ def _attend_splits(  # noqa: PLR0913
         part = turn
         if WINDOW > 0:  # whatever the other rows' windows are
             part = (before + turn) % NUM_PARTS
-        cell = (token * (tl.num_programs(1) * GROUP) + head) * NUM_PARTS + part
+        cell = (token * (KV_HEADS * GROUP) + head) * NUM_PARTS + part
         tl.store(
             partial + (cell[:, None] * HEAD_DIM + dim[None, :]),
             summed / safe[:, None],
@@ -229,11 +238,11 @@ class TritonAttend:
         self, query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scores: ScoreRule = PLAIN
     ) -> Tensor:
         """Implement `AttendPaged`."""
-        num_rows, num_heads, head_dim = query.shape
+        num_rows, (_, num_heads, head_dim) = len(rows.visible), query.shape
         num_seqs, num_kv_heads = rows.blocks.shape[0], keys.shape[1]
         group = num_heads // num_kv_heads
-        out = torch.empty((num_rows, num_heads, head_dim), dtype=query.dtype, device=query.device)
-        partial, weight = workspace(self._sizes, query)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        partial, weight = workspace(self._sizes, query[:num_rows])
         query = query.to(keys.dtype)
         if query.stride(2) != 1:
             query = query.contiguous()
@@ -243,12 +252,15 @@ class TritonAttend:
         most_parts = min(num_parts, 1 + -(-(window + rows.num_queries) // SPLIT_TOKENS)) if window else num_parts
         for tile_rows, above, up_to, num_found in tiles_of(rows, group, narrow, wide):
             num_tiles = triton.cdiv((up_to or rows.num_queries * group), tile_rows)
-            sharing = programs_of_context(num_found * num_tiles * num_kv_heads, most_parts)
-            _attend_splits[(num_found * num_tiles, num_kv_heads, sharing)](
+            num_places = num_found * num_tiles
+            sharing = programs_of_context(num_places * num_kv_heads, most_parts)
+            packed, even = (num_kv_heads, num_places * sharing), (num_places, num_kv_heads, sharing)
+            _attend_splits[even if rows.starts is None else packed](
                 *(query, keys, values, rows.blocks, rows.visible, rows.starts, partial, weight, scale),
                 *(num_seqs, rows.num_queries, num_tiles, rows.blocks.stride(0)),
                 *(query.stride(0), query.stride(1), keys.stride(0), keys.stride(1)),
                 FIRST=rows.first,
+                KV_HEADS=num_kv_heads,
                 GROUP=group,
                 HEAD_DIM=head_dim,
                 BLOCK_SIZE=self._sizes.block_size,

@@ -18,9 +18,10 @@ from speculative.model.config import PLAIN, ScoreRule
 _MOST_ROWS = {2: 128, 4: 32}  # of a program, by bytes of a number
 _MOST_SUMS = 16384  # of a program: what fits into the registers of its warps
 WARPS = 8
+_SPANS = 16  # sequences that a program looks at together for its tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_spans"])
 def _attend_packed(  # noqa: PLR0913
     query,  # [N, KV * GROUP, D]
     keys,  # [num_slots, KV, D]
@@ -29,6 +30,7 @@ def _attend_packed(  # noqa: PLR0913
     spans,  # [B, 4] int32
     out,  # [N, KV * GROUP, D], contiguous
     scale,  # of the scores, in units of log2
+    num_spans,  # B
     query_row_stride,
     query_head_stride,
     cache_slot_stride,
@@ -42,13 +44,23 @@ def _attend_packed(  # noqa: PLR0913
     DIM: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    SPANS: tl.constexpr,
 ):
-    span, kv_head = spans + tl.program_id(0) * 4, tl.program_id(1)
-    begin = (tl.num_programs(2) - 1 - tl.program_id(2)) * ROWS  # those that see most start first
-    num_rows = tl.load(span + 1) * GROUP
-    if begin >= num_rows:
+    kv_head, number = tl.program_id(0), tl.program_id(1)  # of a tile among those of all sequences
+    before, which, left = 0, 0, 0
+    for begin in range(0, num_spans, SPANS):
+        every = begin + tl.arange(0, SPANS)
+        tiles = tl.cdiv(tl.load(spans + every * 4 + 1, mask=every < num_spans, other=0) * GROUP, ROWS)
+        ends = before + tl.cumsum(tiles, axis=0)
+        is_it = (number < ends) & (number >= ends - tiles)
+        which += tl.sum(tl.where(is_it, every, 0), axis=0)
+        left += tl.sum(tl.where(is_it, ends - number, 0), axis=0)
+        before += tl.sum(tiles, axis=0)
+    if left == 0:
         return
-    row = begin + tl.arange(0, ROWS)
+    span = spans + which * 4
+    num_rows = tl.load(span + 1) * GROUP
+    row = (left - 1) * ROWS + tl.arange(0, ROWS)  # of a sequence, those that see most start first
     exists = row < num_rows
     token = (tl.load(span) + row // GROUP).to(tl.int64)
     head = kv_head * GROUP + row % GROUP
@@ -83,7 +95,7 @@ def _attend_packed(  # noqa: PLR0913
             WINDOW=WINDOW,
             CAP=CAP,
         )
-    place = (token * (tl.num_programs(1) * GROUP) + head)[:, None] * HEAD_DIM + dim[None, :]
+    place = (token * (tl.num_programs(0) * GROUP) + head)[:, None] * HEAD_DIM + dim[None, :]
     attended = summed / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(out + place, attended.to(out.dtype.element_ty), mask=given)
 
@@ -92,20 +104,28 @@ class TritonAttendPacked:
     """Launches it."""
 
     def __call__(
-        self, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scores: ScoreRule = PLAIN
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rows: PackedRows,
+        scores: ScoreRule = PLAIN,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Implement `AttendPacked`."""
         num_rows, num_heads, head_dim = query.shape
         num_kv_heads = keys.shape[1]
         group, dim = num_heads // num_kv_heads, max(16, triton.next_power_of_2(head_dim))
-        out = torch.empty((num_rows, num_heads, head_dim), dtype=query.dtype, device=query.device)
+        if out is None:
+            out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         query = query.to(keys.dtype)
         if query.stride(2) != 1:
             query = query.contiguous()
         tile_rows = rows_of_program(dim, keys.element_size())
         scale, window, cap = of_products(scores, head_dim)
-        _attend_packed[(len(rows.spans), num_kv_heads, triton.cdiv(rows.most_rows * group, tile_rows))](
-            *(query, keys, values, rows.blocks, rows.spans, out, scale),
+        num_spans = len(rows.spans)
+        _attend_packed[(num_kv_heads, most_tiles(num_rows * group, num_spans, tile_rows))](
+            *(query, keys, values, rows.blocks, rows.spans, out, scale, num_spans),
             *(query.stride(0), query.stride(1), keys.stride(0), keys.stride(1)),
             FIRST=rows.first,
             GROUP=group,
@@ -116,9 +136,15 @@ class TritonAttendPacked:
             DIM=dim,
             WINDOW=window,
             CAP=cap,
+            SPANS=_SPANS,
             num_warps=WARPS,
         )
         return out
+
+
+def most_tiles(num_rows: int, num_spans: int, tile_rows: int) -> int:
+    """Tiles that hold the rows of so many sequences, however they are shared out."""
+    return (num_rows + num_spans * (tile_rows - 1)) // tile_rows
 
 
 def rows_of_program(dim: int, number_bytes: int) -> int:

@@ -61,8 +61,9 @@ class EagerStep:
             draft = DraftOutput.nothing(len(batch.entries))  # nothing says which rows of q are the missing ones
         return Proposal(*constrain(batch, draft), without_q)
 
-    def verify(self, batch: Batch, drafts: Proposal) -> StepOutcome:
+    def verify(self, batch: Batch, drafts: Proposal, beside: Sequence[Entry] = ()) -> StepOutcome:
         """Run the target over known tokens and drafts, verify and sample, and score what was asked for."""
+        del beside  # there is no later step
         draft, masks, ranks = drafts.draft, drafts.masks, list[tuple[int, ...]]()
         if draft.trees is None:
             step_input = build_step_input(batch.entries, draft.counts, draft.token_ids, self._config.block_size)

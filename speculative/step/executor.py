@@ -21,8 +21,11 @@ class Step(Protocol):
         """Return what was drafted, in the form that its own `verify` takes."""
         ...
 
-    def verify(self, batch: Batch, drafts: Any) -> StepOutcome:
-        """Run the target, verify and sample, and copy the results to the host."""
+    def verify(self, batch: Batch, drafts: Any, beside: Sequence[Entry] = ()) -> StepOutcome:
+        """Run the target, verify and sample, and copy the results to the host.
+
+        beside: the entries left to later steps, whose rows may be computed in the same pass.
+        """
         ...
 
 
@@ -44,15 +47,16 @@ class StepExecutor:
         left, parts, places = dict(enumerate(batch.entries)), list[StepOutcome](), list[int]()
         for step in self.steps:
             if chosen := list(compress(left, step.takes(tuple(left.values())))):
-                parts.append(self._run(step, Batch(tuple(map(left.pop, chosen)), widths=batch.widths)))
+                own = Batch(tuple(map(left.pop, chosen)), widths=batch.widths)
+                parts.append(self._run(step, own, tuple(left.values())))
                 places += chosen
         return parts[0] if len(parts) == 1 else merge_outcomes(parts, places)
 
-    def _run(self, step: Step, batch: Batch) -> StepOutcome:
+    def _run(self, step: Step, batch: Batch, beside: Sequence[Entry]) -> StepOutcome:
         started = time.perf_counter()
         drafts = step.draft(batch)
         draft_s = time.perf_counter() - started
-        outcome = replace(step.verify(batch, drafts), step_s=time.perf_counter() - started)
+        outcome = replace(step.verify(batch, drafts, beside), step_s=time.perf_counter() - started)
         self._stats.draft_s += draft_s
         self._stats.verify_s += outcome.step_s - draft_s
         return outcome

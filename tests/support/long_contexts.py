@@ -45,4 +45,4 @@ def _packed(query: Tensor, keys: Tensor, values: Tensor, device: torch.device) -
 
     spans = torch.tensor([[0, NUM_ROWS, LENGTH - NUM_ROWS, 0]], dtype=torch.int32, device=device)
     blocks = torch.arange(NUM_BLOCKS, dtype=torch.int32, device=device)
-    return TritonAttendPacked()(query, keys, values, PackedRows(spans, blocks, NUM_ROWS, 0, BLOCK_SIZE))
+    return TritonAttendPacked()(query, keys, values, PackedRows(spans, blocks, 0, BLOCK_SIZE))

@@ -58,9 +58,10 @@ class TorchAttend:
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, rule: ScoreRule = PLAIN) -> Tensor:
         """Implement `AttendPaged`; computed in float32 whatever the types. Packed rows are sequences of their own."""
         if rows.starts is not None:
-            every = torch.arange(len(query), dtype=rows.starts.dtype, device=query.device)
-            owners = torch.searchsorted(rows.starts[1:], every, right=True).clamp(max=len(rows.blocks) - 1)
+            every = torch.arange(len(rows.visible), dtype=rows.starts.dtype, device=query.device)
+            owners = torch.searchsorted(rows.starts[2:], every, right=True).clamp(max=len(rows.blocks) - 1)
             rows = PagedRows(rows.slots, rows.visible, rows.blocks[owners], rows.first)
+        query, behind = query.split([len(rows.visible), len(query) - len(rows.visible)])
         num_seqs, num_kv_heads = rows.blocks.shape[0], keys.shape[1]
         offsets = torch.arange(self.block_size, device=query.device)
         slots = (rows.blocks[:, :, None] * self.block_size + offsets).flatten()  # [B * L]
@@ -79,7 +80,7 @@ class TorchAttend:
         scores = scores.masked_fill(~seen[:, :, None, None], -torch.inf)
         weights = torch.softmax(scores, dim=-1).masked_fill(~seen.any(dim=-1)[:, :, None, None, None], 0.0)
         attended = torch.einsum("bqhgl,blhd->bqhgd", weights, own_values)
-        return attended.reshape(query.shape).to(query.dtype)
+        return torch.cat([attended.reshape(query.shape).to(query.dtype), torch.full_like(behind, torch.nan)])
 
 
 def _scores(products: Tensor, head_dim: int, rule: ScoreRule) -> Tensor:
@@ -87,9 +88,16 @@ def _scores(products: Tensor, head_dim: int, rule: ScoreRule) -> Tensor:
     return torch.tanh(scores / rule.cap) * rule.cap if rule.cap else scores
 
 
-def attend_packed(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, rule: ScoreRule = PLAIN) -> Tensor:
+def attend_packed(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: PackedRows,
+    scores: ScoreRule = PLAIN,
+    out: Tensor | None = None,
+) -> Tensor:
     """Implement `AttendPacked` in float64, sequence after sequence."""
-    out = torch.full_like(query, torch.nan)
+    out, rule = torch.full_like(query, torch.nan) if out is None else out, scores
     num_kv_heads, head_dim = keys.shape[1:]
     for first_row, num_rows, begin, table in rows.spans.tolist():
         if num_rows == 0:
@@ -100,10 +108,10 @@ def attend_packed(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows,
         slots = blocks * rows.block_size + positions % rows.block_size
         own = slice(first_row, first_row + num_rows)
         queries = query[own].double().view(num_rows, num_kv_heads, -1, head_dim)
-        scores = _scores(torch.einsum("nhgd,lhd->nhgl", queries, keys[slots].double()), head_dim, rule)
+        products = _scores(torch.einsum("nhgd,lhd->nhgl", queries, keys[slots].double()), head_dim, rule)
         behind = positions - begin - torch.arange(num_rows)[:, None]  # [N, L] the row
         hidden = (behind > 0) | (behind < -seen_before)
-        weights = torch.softmax(scores.masked_fill(hidden[:, None, None], -torch.inf), dim=-1)
+        weights = torch.softmax(products.masked_fill(hidden[:, None, None], -torch.inf), dim=-1)
         attended = torch.einsum("nhgl,lhd->nhgd", weights, values[slots].double())
         out[own] = attended.flatten(1, 2).to(query.dtype)
     return out

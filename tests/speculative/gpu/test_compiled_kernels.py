@@ -50,7 +50,7 @@ for dim, group, num_rows, rule in (
         f"attention of {rows} rows, heads of {dim}", triton_attention._attend_splits,
         "*bf16 *bf16 *bf16 *i64 *i64 *i32 *fp32 *fp32 fp32" + 8 * " i32", triton_attention.warps_for(rows, dim),
         triton_attention.STAGES,
-        FIRST=0, GROUP=group, HEAD_DIM=dim, BLOCK_SIZE=16, SPLIT=256, NUM_PARTS=32,
+        FIRST=0, KV_HEADS=8, GROUP=group, HEAD_DIM=dim, BLOCK_SIZE=16, SPLIT=256, NUM_PARTS=32,
         TILE=triton_attention.tile_tokens(dim, 2), ROWS=rows, DIM=dim, ABOVE=16 * (rows > 16), UP_TO=0, SEQS=64,
         **rule,
     )
@@ -58,9 +58,9 @@ for dim, group, rule in ((64, 3, plain), (80, 4, plain), (96, 7, ruled), (128, 4
     block = triton.next_power_of_2(dim)
     compiled(
         f"attention of prompts, heads of {dim}", triton_prompts._attend_packed,
-        "*bf16 *bf16 *bf16 *i32 *i32 *bf16 fp32" + 4 * " i32", triton_prompts.WARPS,
+        "*bf16 *bf16 *bf16 *i32 *i32 *bf16 fp32" + 5 * " i32", triton_prompts.WARPS,
         FIRST=0, GROUP=group, HEAD_DIM=dim, BLOCK_SIZE=16, TILE=triton_attention.tile_tokens(block, 2),
-        ROWS=triton_prompts.rows_of_program(block, 2), DIM=block, **rule,
+        ROWS=triton_prompts.rows_of_program(block, 2), DIM=block, SPANS=16, **rule,
     )
 compiled(
     "its merge, heads of 128", triton_attention._merge_parts, "*fp32 *fp32 *i64 *bf16", 1,

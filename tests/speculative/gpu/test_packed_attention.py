@@ -87,6 +87,17 @@ def test_every_row_sees_its_own_past_and_nothing_else(
 
 
 @needs_triton
+def test_few_programs_find_nothing_to_do(triton: AttendPacked) -> None:
+    """Of a chunk of 2,048 rows of one prompt beside 15 sequences without rows, for a head of four queries."""
+    from speculative.gpu.triton_prompts import most_tiles
+
+    assert most_tiles(4 * 2048, 16, 128) == 64 + 15
+    assert [most_tiles(rows, 1, 128) for rows in (1, 128, 129)] == [1, 1, 2]
+    scene, chunks = Scene((4, 1, 16), torch.float32), {number: (number, 3 * (number % 3)) for number in range(40)}
+    assert torch.allclose(scene.attend(chunks, triton), scene.attend(chunks, attend_packed), atol=2e-5)
+
+
+@needs_triton
 def test_positions_below_the_first_do_not_exist(triton: AttendPacked) -> None:
     scene, chunks = Scene((6, 2, 64), torch.float32, first=1), {0: (1, 1), 1: (1, 70), 2: (65, 20)}
     found, expected = scene.attend(chunks, triton), scene.attend(chunks, attend_packed)

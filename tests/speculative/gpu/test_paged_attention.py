@@ -118,8 +118,9 @@ def test_packed_rows_get_the_bits_that_each_sequence_gets_alone(attend: AttendPa
     live = padded.visible > 0
     starts = torch.tensor([0, *(count for _, count in contexts)]).cumsum(0).to(torch.int32)
     behind = torch.zeros(4, dtype=torch.int64)
+    given = torch.cat([torch.tensor([len(contexts)], dtype=torch.int32), starts])
     slots, visible = (torch.cat([own[live], behind]) for own in (padded.slots, padded.visible))
-    packed = PagedRows(slots, visible, padded.blocks, 0, starts, MAX_QUERIES)
+    packed = PagedRows(slots, visible, padded.blocks, 0, given, MAX_QUERIES)
     found = attend(torch.cat([query[live], torch.full((4, 8, 16), torch.nan)]), keys, values, packed, rule)
     assert (found[:-4] - expected_of(query, keys, values, padded, rule)[live]).abs().max() < TOLERANCE[torch.float32]
     assert torch.equal(found[-4:], torch.zeros_like(found[-4:])), "rows that stand for nothing give zeros"
@@ -135,7 +136,7 @@ def test_programs_are_few_where_one_sequence_of_many_has_several_rows() -> None:
     from speculative.gpu.triton_attention import rows_of_program, tiles_of
 
     narrow, wide = rows_of_program(4, 128), rows_of_program(5 * 4, 128)
-    plain, starts = torch.zeros(64, dtype=torch.int64), torch.zeros(65, dtype=torch.int32)
+    plain, starts = torch.zeros(64, dtype=torch.int64), torch.zeros(66, dtype=torch.int32)
     blocks = plain[:, None]
     assert tiles_of(PagedRows(plain, plain, blocks), 4, narrow, wide) == [(16, 0, 0, 64)]
     assert tiles_of(PagedRows(plain, plain, blocks, 0, starts, 4), 4, narrow, wide) == [(16, 0, 0, 64)]

@@ -2,13 +2,16 @@
 
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import Mock, patch
 
+import numpy as np
 import pytest
 import torch
 
 from speculative.config import DrafterConfig
 from speculative.gpu.prompt_graph import MOST_ROWS, prompt_sizes
 from speculative.request import Request, SamplingParams
+from speculative.step.runner import ModelRunner
 from tests.support.engines import tiny_engine
 from tests.support.pretended_cuda import PretendedCuda
 from tests.support.step_inputs import HIDDEN_TOLERANCE, Twins, input_of
@@ -29,6 +32,39 @@ class Scene(Twins):
             assert own.shape == other.shape
             assert torch.allclose(own, other, atol=HIDDEN_TOLERANCE, rtol=0)
         self.assert_same_cache(step_input)
+
+    @torch.inference_mode()
+    def assert_same_beside(self, num_decoding: int, lengths: list[int], counts: list[int]) -> None:
+        """Of a step's first sequences, which decode, and its others, which are prompts."""
+        step_input = input_of(lengths, counts, self.block_size, seed=len(counts))
+        decodes = np.arange(len(counts)) < num_decoding
+        decoding, prompts = step_input.of_sequences(decodes), step_input.of_sequences(~decodes)
+        num_rows, buffers, runner = sum(counts[:num_decoding]), self.graphs.buffers, self.graphs.runner
+        bucket = self.graphs.buckets.fit_rows(num_decoding, num_rows)
+        assert bucket is not None
+        for kept in (buffers.hidden, buffers.features.rows):
+            kept.fill_(torch.nan)
+        version = buffers.features.version
+        runner.run_decoding(bucket, decoding, None, prompts)
+        expected = self.plain.forward_with_features(step_input, self.graphs.runner.target.capture)
+        with patch.object(ModelRunner, "forward_with_features", Mock(side_effect=AssertionError("a second pass"))):
+            found = runner.forward_with_features(prompts, runner.target.capture)
+        own = buffers.hidden[:num_rows], buffers.features.rows[:num_rows]
+        for first, second, whole in zip(own, found, expected, strict=True):
+            assert torch.allclose(torch.cat([first, second]), whole, atol=HIDDEN_TOLERANCE, rtol=0)
+        assert not buffers.hidden[num_rows : bucket.num_rows].any(), "the judge reads nothing of a prompt"
+        assert buffers.features.version > version, "what lay there is no more"
+        self.assert_same_cache(step_input)
+
+
+@pytest.mark.parametrize("capture", [(), (0, 2)])
+def test_decoding_rows_and_prompts_are_one_pass(target: Path, capture: tuple[int, ...]) -> None:
+    scene = Scene(target, capture)
+    scene.assert_same_beside(1, [9, 0], [1, 64])
+    scene.assert_same_beside(3, [40, 7, 300, 3, 0, 11], [1, 5, 2, 70, 1, 90])
+    scene.assert_same_beside(2, [1, 2, 100], [5, 5, 3])
+    assert scene.graphs.capturer.num_captured == 3, "of 128, 192 and 64 rows"
+    scene.assert_same([0, 30], [65, 9], capture)
 
 
 def test_the_sizes_are_close_and_none_is_larger_than_a_step_or_than_pays() -> None:
@@ -105,7 +141,7 @@ def test_a_chunk_of_a_prompt_is_one_launch_of_the_target(
 def test_decoding_beside_a_prompt_costs_what_it_costs_alone(
     target: Path, drafters: dict[str, DrafterConfig], name: str
 ) -> None:
-    """The step is replayed for those that decode; the prompt's part makes the host wait for its own results."""
+    """In one pass of the target, so that its weights are read once: as many replays and waits as without the prompt."""
     pytest.importorskip("triton")
     decoding = SamplingParams(max_tokens=60, ignore_eos=True)
     with PretendedCuda() as device:
@@ -122,4 +158,4 @@ def test_decoding_beside_a_prompt_costs_what_it_costs_alone(
         device.clear()
         deltas = engine.step()
         assert {delta.request_id for delta in deltas} == {"r0", "r1", "r2"}
-        assert (device.num_replays - 1, sum(device.waits.values())) == alone
+        assert (device.num_replays, sum(device.waits.values())) == alone
