@@ -235,7 +235,7 @@ class GraphStep:
         self.runner.prompts.capture_all()
         for packed in self.buckets.packed:
             self.runner.target.prepare(packed)
-            self.judge.prepare(packed)
+            self.judge.prepare_usual(packed)
         if self.loop is not None and self._catch_up is not None:
             for bucket in self.buckets:
                 self._catch_up.prepare(bucket)

@@ -35,7 +35,7 @@ FOLLOWED = frozenset((
 """Parameters that captured steps know of; a request that sends another one runs eagerly."""
 
 _LEAST_MASKS = 1 << 4
-_LEAST_CELLS = 1 << 10
+_LEAST_CELLS = 1 << 14
 _GROWTH = 16  # from one size to the next: few captures matter more than what is sent in vain
 
 
@@ -44,6 +44,14 @@ class EditSizes(NamedTuple):
 
     num_masks: int = _LEAST_MASKS
     num_cells: int = _LEAST_CELLS
+
+
+def usual_sizes(num_rows: int) -> list[EditSizes]:
+    """Room for what most requests ask for in steps of so many rows: up to a mask for each of them."""
+    masks = [_LEAST_MASKS]
+    while masks[-1] < num_rows:
+        masks.append(masks[-1] * _GROWTH)
+    return [EditSizes(own) for own in masks]
 
 
 class LogitEdits:

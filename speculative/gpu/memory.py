@@ -29,8 +29,8 @@ def graph_bytes(
     model, (num_seqs, num_queries) = decoder.config, buckets.largest
     num_rows = num_seqs * num_queries
     vocab_size = model.vocab_size
-    # The LM head's output, the logits in float32 where some are edited, and partial sums of blocks.
-    needed = num_rows * ((decoder.dtype.itemsize + 4) * vocab_size + vocab_size // 4 + 1024)
+    # The LM head's output, its logits and logprobs in float32 with a comparison of these, and partial sums of blocks.
+    needed = num_rows * ((decoder.dtype.itemsize + 9) * vocab_size + vocab_size // 4 + 1024)
     needed += _activation_bytes(model, max(num_rows, *prompts))
     needed += sizes.workspace_bytes(num_rows, model.num_heads, model.head_dim)
     num_features = 0 if draft_model is None else draft_model.num_features

@@ -20,13 +20,14 @@ from speculative.gpu.buckets import PackedBucket
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Captured, Capturer
 from speculative.gpu.filters import SamplingArrays, sampling_fields
-from speculative.gpu.logit_edits import EditSizes, LogitEdits, StepEdits
+from speculative.gpu.logit_edits import EditSizes, LogitEdits, StepEdits, usual_sizes
 from speculative.gpu.logprob_report import Reported
 from speculative.gpu.operators import GraphOperators
 from speculative.gpu.row_judge import Layout, RowFields, SampledFrom
 from speculative.gpu.staged_inputs import Array, Field, StagedInputs
 from speculative.gpu.step_requests import StepRequests
 from speculative.model.decoder import Decoder
+from speculative.request import MAX_LOGPROBS
 from speculative.sampling.draft_probs import columns_of
 from speculative.sampling.logprobs import LogprobRows
 from speculative.sampling.verify_rows import VerifyRows
@@ -128,14 +129,21 @@ class VerifyGraph:
             self._captured[bucket, extras] = Captured(inputs, replay)
         return self._captured[bucket, extras]
 
+    def prepare_usual(self, bucket: PackedBucket) -> None:
+        """Capture what most requests ask for: nothing more, the likeliest tokens' logprobs, or edits of usual sizes."""
+        edited = map(self._edited_by, usual_sizes(bucket.num_rows))
+        for extras in (NO_EXTRAS, Extras(Reported(MAX_LOGPROBS)), *edited):
+            self.prepare(bucket, extras)
+
+    def _edited_by(self, sizes: EditSizes, reported: Reported | None = None) -> Extras:
+        """Logprobs may be asked for in any step that edits: the judge does not see the model's own logits."""
+        return Extras(reported or (Reported() if self._mode == "raw_logprobs" else None), sizes)
+
     def launch(self, bucket: PackedBucket, rows: JudgedRows) -> Callable[[], JudgedStep]:
         """Judge; what is returned waits for the results, and copies them to the host."""
-        params, reports, extras = rows.requests.params, rows.requests.reported, NO_EXTRAS
-        if rows.edits is not None or reports:
-            reported = Reported.asked_by(params)
-            if rows.edits is not None and reports and self._mode == "raw_logprobs":
-                reported = reported or Reported()  # the judge does not see the model's own logits
-            extras = Extras(reported, None if rows.edits is None else rows.edits.sizes)
+        params, reports = rows.requests.params, rows.requests.reported
+        reported = Reported.asked_by(params) if reports else None
+        extras = Extras(reported) if rows.edits is None else self._edited_by(rows.edits.sizes, reported)
         captured = self.prepare(bucket, extras)
         host = captured.inputs.next_host()
         step_input, num_rows, num_entries = rows.step_input, len(rows.step_input.drafts), len(params)

@@ -29,8 +29,9 @@ def edit(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> EditLogits:
 @pytest.mark.parametrize(
     ("what", "count"), [("biases", 1024), ("biases", 1025), ("penalties", 1024), ("penalties", 1025)]
 )
-def test_lists_at_the_edge_of_a_size(edit: EditLogits, what: str, count: int) -> None:
+def test_lists_at_the_edge_of_a_size(edit: EditLogits, what: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompt's two tokens are in the list of penalties, too."""
+    monkeypatch.setattr("speculative.gpu.logit_edits._LEAST_CELLS", 1024)
     if what == "biases":
         one = Drafted(SamplingParams(logit_bias=tuple((token, 0.01 * token - 5) for token in range(count))))
     else:
@@ -54,7 +55,7 @@ def test_masks_at_the_edge_of_a_size(edit: EditLogits, num_masks: int) -> None:
     random = np.random.default_rng(num_masks)
     masks: list[list[Bools] | None] = [[random.random(64) < 0.3 for _ in range(len(one.drafts) + 1)] for one in drafted]
     own = StepEdits.of(step_input, masks, EOS, 64)
-    assert own is not None and own.sizes == EditSizes(16 if num_masks <= 16 else 256, 1024)
+    assert own is not None and own.sizes == EditSizes(16 if num_masks <= 16 else 256)
     found = edited(make_edits(edit, 64), drafted, logits, LARGEST, masks)
     assert torch.equal(found, adjust(logits, row_contexts(step_input, masks), EOS))
 

@@ -31,7 +31,7 @@ def test_steps_need_the_logits_in_two_types_and_q() -> None:
     dense, part = (SimpleNamespace(ids=ids, num_features=0) for ids in (None, torch.arange(32_000)))
     attention = AttentionSizes(16, 5, 512).workspace_bytes(NUM_ROWS, 32, 128)
     assert estimate(max_model_len=131_072) - estimate(max_model_len=8192) < 64 << 20, "block tables of longer contexts"
-    assert 1.5 * MATRIX < estimate() - attention < 2.5 * MATRIX, "activations included"
+    assert 2.5 * MATRIX < estimate() - attention < 3.5 * MATRIX, "activations included"
     q = 64 * 4 * LLAMA_8B.vocab_size * 4
     assert q < estimate(dense) - estimate() < 4 * q
     assert q // 4 < estimate(part) - estimate() < q

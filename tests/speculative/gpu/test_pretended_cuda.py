@@ -290,8 +290,9 @@ def test_without_graphs_attention_is_torchs_and_waits_for_no_plan_of_cudnn(
 def test_nothing_is_captured_while_requests_are_served(
     load: Load, drafters: dict[str, DrafterConfig], name: str, cheap_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts short and long, answers of all lengths, requests that come and go; edits of logits and more logprobs have
-    graphs of their own, when they first come."""
+    """Prompts short and long, answers of all lengths, requests that come and go, edits of logits, logprobs of the
+    likeliest tokens; edits and logprobs in one step, and named tokens, have graphs of their own, when they first come.
+    """
     drafter = dataclasses.replace(drafters["eagle3"], length="dynamic") if name == "dynamic" else drafters[name]
     monkeypatch.setattr("speculative.gpu.buckets._CHEAP_ROWS", cheap_rows)
     with PretendedCuda(capture_beforehand=True) as device:
@@ -308,6 +309,8 @@ def test_nothing_is_captured_while_requests_are_served(
             return len(device.graphs) - captured
 
         assert serve([*SHORT, *MIXED[:1], *MIXED[4:5], *MIXED[8:9]]) == 0
+        assert serve([*SHORT, SamplingParams(logprobs=5), SHORT[0]]) == 0
+        assert serve([*SHORT, *EDITED[:5], *EDITED[7:]]) == 0
         assert serve([*SHORT, *MIXED[::2]]) > 0
         if name != "dynamic":  # whatever the clock makes of the lengths
             assert serve([*SHORT, *MIXED[::2]]) == 0
