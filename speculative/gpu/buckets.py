@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 MAX_CAPTURED_SEQS = 256
-"""Larger batches are computed in parts, one after another: the buffers of one replay would be large."""
+"""Larger batches are computed in parts, one after another: the buffers of one replay would be large. A power of 2."""
 
 _BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, *range(96, MAX_CAPTURED_SEQS + 1, 32))
 _EXACT_QUERIES = 6

@@ -18,6 +18,10 @@ SPLIT_TOKENS = 256
 """Positions of a context that a kernel reads one after another: a constant, as is the number of parts that they are
 shared out to, so that no result depends on the batch."""
 
+SHORT_SPLIT_TOKENS = 64
+"""The same at the beginning of every context: one stream with a short one has too few splits for a GPU otherwise."""
+
+_MOST_SHORT_SPLITS = 8
 _MOST_PARTS = 32
 
 
@@ -47,6 +51,12 @@ class PagedRows:
         return self.visible.shape[0] // self.blocks.shape[0] if self.starts is None else self.most_rows
 
 
+def splits_of(length: int) -> int:
+    """The number of splits of a context."""
+    short = min(length, _MOST_SHORT_SPLITS * SHORT_SPLIT_TOKENS)
+    return -(-short // SHORT_SPLIT_TOKENS) - (-(length - short) // SPLIT_TOKENS)
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionSizes:
     """Sizes that a kernel is compiled for, the same for all batches of an engine.
@@ -61,7 +71,12 @@ class AttentionSizes:
     @property
     def num_parts(self) -> int:
         """Parts of a context: part i is split i, i + `num_parts`, and so on."""
-        return min(_MOST_PARTS, -(-self.max_blocks * self.block_size // SPLIT_TOKENS))
+        return min(_MOST_PARTS, splits_of(self.max_blocks * self.block_size))
+
+    @property
+    def num_short(self) -> int:
+        """Splits that are short: no more than parts, so that no part has two of them."""
+        return min(_MOST_SHORT_SPLITS, self.num_parts)
 
     def workspace_bytes(self, num_rows: int, num_heads: int, head_dim: int) -> int:
         """Bytes of the partial results of `num_rows` rows, float32."""

@@ -101,8 +101,8 @@ class GraphRunner(ModelRunner):
     ) -> None:
         """Run `TargetPass.run`; in the same pass compute the rows of prompts, where they fit, for which
         `forward_with_features` will be asked next."""
-        num_rows = len(step_input.input_ids)
-        if prompts is not None and self.prompts.takes_beside(prompts, bucket, num_rows):
+        self._found = None
+        if prompts is not None and self.prompts.takes_beside(prompts, bucket, len(step_input.input_ids)):
             self._found = prompts, self.prompts.run_beside(prompts, bucket, step_input, sources)
         else:
             self.target.run(bucket, step_input, sources)
@@ -114,7 +114,6 @@ class GraphRunner(ModelRunner):
             return super().forward_with_features(step_input, capture)
         counts = np.diff(step_input.row_starts)
         if found is not None and found[0].sequences == step_input.sequences:
-            assert np.array_equal(found[0].positions, step_input.positions), "the rows of a step do not change in it"
             hidden, features = found[1]
             return hidden, features if capture else hidden[:, :0]
         if counts.max() <= self._buckets.query_lengths[-1]:

@@ -1,10 +1,10 @@
 """`AttendPaged` as two Triton kernels; imported only where Triton is installed.
 
-The context of a sequence is cut into splits of SPLIT_TOKENS positions. Every n-th of them is a part, which is computed
-for the rows of one KV head (Dao et al., "Flash-Decoding for long-context inference", 2023) with a running softmax
-(Milakov and Gimelshein, 2018) in float32. A second kernel merges the parts, first to last. n and the sizes of splits
-are the same for every batch, and what a row does not see leaves its sums as they are, so its result is a function of
-its own inputs and of its sequence's number of rows.
+The context of a sequence is cut into splits of SPLIT_TOKENS positions, shorter ones first. Every n-th of them is a
+part, which is computed for the rows of one KV head (Dao et al., "Flash-Decoding for long-context inference", 2023)
+with a running softmax (Milakov and Gimelshein, 2018) in float32. A second kernel merges the parts, first to last. n
+and the sizes of splits are the same for every batch, and what a row does not see leaves its sums as they are, so its
+result is a function of its own inputs and of its sequence's number of rows.
 
 A sequence with few rows gets a program's narrow tile whatever its neighbours have, one with more a wide one.
 
@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from speculative.gpu.paged_attention import SPLIT_TOKENS, AttentionSizes, PagedRows
+from speculative.gpu.buckets import MAX_CAPTURED_SEQS
+from speculative.gpu.paged_attention import SHORT_SPLIT_TOKENS, SPLIT_TOKENS, AttentionSizes, PagedRows, splits_of
 from speculative.model.config import PLAIN, ScoreRule
 
 _TILE_BYTES = 16384  # of keys, and of values: what fits beside the rows
@@ -76,6 +77,31 @@ def attend_tile(  # noqa: PLR0913
     return new_highest, total, summed
 
 
+@triton.jit
+def _split_at(position, SHORT: tl.constexpr, NUM_SHORT: tl.constexpr, SPLIT: tl.constexpr):
+    """The split that a position lies in."""
+    behind = position - NUM_SHORT * SHORT
+    return tl.where(behind < 0, position // SHORT, NUM_SHORT + behind // SPLIT)
+
+
+@triton.jit
+def _tile_start(  # noqa: PLR0913
+    index,
+    first,
+    num_first,
+    SHORT: tl.constexpr,
+    NUM_SHORT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Where a tile of a part begins whose first split has `num_first` tiles; its later ones are long."""
+    later = index - num_first
+    split = tl.where(later < 0, first, first + (later // (SPLIT // TILE) + 1) * NUM_PARTS)
+    start = tl.where(split < NUM_SHORT, split * SHORT, NUM_SHORT * SHORT + (split - NUM_SHORT) * SPLIT)
+    return start + tl.where(later < 0, index, later % (SPLIT // TILE)) * TILE
+
+
 @triton.jit(do_not_specialize=["num_seqs", "num_queries", "num_tiles"])
 def _attend_splits(  # noqa: PLR0913
     query,  # [N, KV * GROUP, D]
@@ -101,6 +127,8 @@ def _attend_splits(  # noqa: PLR0913
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
+    SHORT: tl.constexpr,
+    NUM_SHORT: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -109,7 +137,7 @@ def _attend_splits(  # noqa: PLR0913
     CAP: tl.constexpr,
     ABOVE: tl.constexpr,  # rows of a sequence and a KV head: those with more than these, and no more than UP_TO
     UP_TO: tl.constexpr,  # 0 = any
-    SEQS: tl.constexpr,  # at least B
+    SEQS: tl.constexpr,  # at least B: the same for all batches, as each number is a compilation of seconds
 ):
     if starts is None:
         place, kv_head, first_turn, sharing = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
@@ -151,19 +179,22 @@ def _attend_splits(  # noqa: PLR0913
     keys += kv_head * cache_head_stride
     values += kv_head * cache_head_stride
     table = blocks + sequence * table_stride
-    num_splits = tl.cdiv(longest, SPLIT)
+    num_splits = tl.where(longest > 0, _split_at(longest - 1, SHORT, NUM_SHORT, SPLIT) + 1, 0)
     lowest, before = FIRST, 0  # the first position in a window, and the splits before it
     if WINDOW > 0:
         shortest = tl.min(tl.where(seen > 0, seen, longest), axis=0)
         lowest = tl.maximum(shortest - WINDOW, FIRST)
-        before = lowest // SPLIT
+        before = _split_at(lowest, SHORT, NUM_SHORT, SPLIT)
     for turn in range(first_turn, tl.minimum(num_splits - before, NUM_PARTS), sharing):
         highest = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         summed = tl.zeros([ROWS, DIM], tl.float32)
-        for index in range(0, tl.cdiv(num_splits - before - turn, NUM_PARTS) * (SPLIT // TILE)):
-            split = before + turn + index // (SPLIT // TILE) * NUM_PARTS
-            position = split * SPLIT + index % (SPLIT // TILE) * TILE + tl.arange(0, TILE)
+        first = before + turn
+        num_first = tl.where(first < NUM_SHORT, SHORT // TILE, SPLIT // TILE)  # tiles of it
+        num_later = (tl.cdiv(num_splits - first, NUM_PARTS) - 1) * (SPLIT // TILE)
+        for index in range(0, num_first + num_later):
+            start = _tile_start(index, first, num_first, SHORT, NUM_SHORT, SPLIT, NUM_PARTS, TILE)
+            position = start + tl.arange(0, TILE)
             there = (position >= lowest) & (position < longest)
             highest, total, summed = attend_tile(
                 *(q, keys, values, table, position, there, seen, highest, total, summed, scale, cache_slot_stride),
@@ -196,6 +227,8 @@ def _merge_parts(  # noqa: PLR0913
     HEAD_DIM: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     SPLIT: tl.constexpr,
+    SHORT: tl.constexpr,
+    NUM_SHORT: tl.constexpr,
     DIM: tl.constexpr,
     FIRST: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -210,8 +243,9 @@ def _merge_parts(  # noqa: PLR0913
     summed = tl.zeros([DIM], tl.float32)
     before = 0
     if WINDOW > 0:
-        before = tl.maximum(seen - WINDOW, FIRST) // SPLIT
-    for turn in range(0, tl.minimum(tl.cdiv(seen, SPLIT) - before, NUM_PARTS)):  # nobody may have written the others
+        before = _split_at(tl.maximum(seen - WINDOW, FIRST), SHORT, NUM_SHORT, SPLIT)
+    num_splits = tl.where(seen > 0, _split_at(seen - 1, SHORT, NUM_SHORT, SPLIT) + 1, 0)
+    for turn in range(0, tl.minimum(num_splits - before, NUM_PARTS)):  # nobody may have written the others
         part = turn
         if WINDOW > 0:
             part = (before + turn) % NUM_PARTS
@@ -249,7 +283,8 @@ class TritonAttend:
         num_parts, dim = self._sizes.num_parts, max(_LEAST_ROWS, triton.next_power_of_2(head_dim))
         narrow, wide = (rows_of_program(most * group, dim) for most in (1, self._sizes.max_queries))
         scale, window, cap = of_products(scores, head_dim)
-        most_parts = min(num_parts, 1 + -(-(window + rows.num_queries) // SPLIT_TOKENS)) if window else num_parts
+        most_parts = min(num_parts, 1 + splits_of(window + rows.num_queries)) if window else num_parts
+        splits = {"SPLIT": SPLIT_TOKENS, "SHORT": SHORT_SPLIT_TOKENS, "NUM_SHORT": self._sizes.num_short}
         for tile_rows, above, up_to, num_found in tiles_of(rows, group, narrow, wide):
             num_tiles = triton.cdiv((up_to or rows.num_queries * group), tile_rows)
             num_places = num_found * num_tiles
@@ -264,7 +299,7 @@ class TritonAttend:
                 GROUP=group,
                 HEAD_DIM=head_dim,
                 BLOCK_SIZE=self._sizes.block_size,
-                SPLIT=SPLIT_TOKENS,
+                **splits,
                 NUM_PARTS=num_parts,
                 TILE=tile_tokens(dim, keys.element_size()),
                 ROWS=tile_rows,
@@ -273,7 +308,7 @@ class TritonAttend:
                 CAP=cap,
                 ABOVE=above,
                 UP_TO=up_to,
-                SEQS=triton.next_power_of_2(num_seqs) if above else 1,
+                SEQS=MAX_CAPTURED_SEQS,
                 num_warps=warps_for(tile_rows, dim),
                 num_stages=STAGES,
             )
@@ -281,7 +316,7 @@ class TritonAttend:
             *(partial, weight, rows.visible, out),
             HEAD_DIM=head_dim,
             NUM_PARTS=num_parts,
-            SPLIT=SPLIT_TOKENS,
+            **splits,
             DIM=dim,
             FIRST=rows.first if window else 0,
             WINDOW=window,

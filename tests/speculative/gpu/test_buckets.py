@@ -29,6 +29,8 @@ def test_packed_rows_come_in_steps_of_the_batch_and_in_smaller_ones_where_few_dr
     many = [own.num_rows for own in Buckets.of(256, 4).packed if own.num_seqs == 256]
     assert many == [1280, 1024, 768, 512, 384, 320, 256]
     assert Buckets.of(64, 0).packed[:2] == ((64, 64), (48, 48))
+    # 64 streams, one of which drafts four: 128 rows, which take no longer than 64 do, and not five for each.
+    assert [Buckets.of(64, 4).fit_rows(64, rows) for rows in (64, 68, 320)] == [(64, 64), (64, 128), (64, 320)]
     assert (len(Buckets.of(64, 4).packed), len(Buckets.of(256, 4).packed)) == (25, 67)
 
 

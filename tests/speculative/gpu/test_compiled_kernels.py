@@ -50,7 +50,7 @@ for dim, group, num_rows, rule in (
         f"attention of {rows} rows, heads of {dim}", triton_attention._attend_splits,
         "*bf16 *bf16 *bf16 *i64 *i64 *i32 *fp32 *fp32 fp32" + 8 * " i32", triton_attention.warps_for(rows, dim),
         triton_attention.STAGES,
-        FIRST=0, KV_HEADS=8, GROUP=group, HEAD_DIM=dim, BLOCK_SIZE=16, SPLIT=256, NUM_PARTS=32,
+        FIRST=0, KV_HEADS=8, GROUP=group, HEAD_DIM=dim, BLOCK_SIZE=16, SPLIT=256, SHORT=64, NUM_SHORT=8, NUM_PARTS=32,
         TILE=triton_attention.tile_tokens(dim, 2), ROWS=rows, DIM=dim, ABOVE=16 * (rows > 16), UP_TO=0, SEQS=64,
         **rule,
     )
@@ -64,7 +64,7 @@ for dim, group, rule in ((64, 3, plain), (80, 4, plain), (96, 7, ruled), (128, 4
     )
 compiled(
     "its merge, heads of 128", triton_attention._merge_parts, "*fp32 *fp32 *i64 *bf16", 1,
-    HEAD_DIM=128, NUM_PARTS=32, SPLIT=256, DIM=128, FIRST=0, WINDOW=4096,
+    HEAD_DIM=128, NUM_PARTS=32, SPLIT=256, SHORT=64, NUM_SHORT=8, DIM=128, FIRST=0, WINDOW=4096,
 )
 compiled(
     "filters", triton_filters._find_floor, "*bf16 *fp32 *fp32 *i64 *fp32 *fp32 i32 i32", triton_filters.WARPS,

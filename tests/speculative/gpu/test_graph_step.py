@@ -13,7 +13,7 @@ from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError
-from speculative.gpu.buckets import Buckets, PackedBucket
+from speculative.gpu.buckets import PackedBucket
 from speculative.gpu.logit_edits import FOLLOWED, EditSizes, LogitEdits
 from speculative.gpu.memory import graph_bytes
 from speculative.gpu.paged_attention import AttentionSizes
@@ -56,14 +56,6 @@ def test_every_bucket_gives_what_the_plain_path_gives_at_any_fill(target: Path) 
             assert not graphs.buffers.hidden[:num_rows].isnan().any(), "padding computes numbers"
             twins.assert_same_cache(step_input)
     assert graphs.capturer.num_captured == len(graphs.buckets.packed), "each bucket once"
-
-
-def test_one_stream_of_many_that_drafts_makes_no_other_compute_more_rows() -> None:
-    """64 streams, one of which drafts four: 68 rows in 128, which take no longer than 64 do, and not five for each."""
-    buckets = Buckets.of(64, 4)
-    assert buckets.fit_rows(64, 64) == (64, 64)
-    assert buckets.fit_rows(64, 68) == (64, 128)
-    assert buckets.fit_rows(64, 5 * 64) == (64, 320)
 
 
 # -- the engine -----------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def engines(tmp_path: Path) -> list[Engine]:
     """By model's folder, drafter and settings; its attention's heads are those of models that people serve."""
     target = write_tiny_model(tmp_path / "model", vocab_size=64, **HEADS)
     models = {"ngram": None, "draft_model": str(target), "eagle3": str(write_tiny_head(tmp_path / "head", target))}
-    drafters = [{"kind": kind, "model": model, "num_draft_tokens": 3} for kind, model in models.items()]
+    drafters = [{"kind": kind, "model": model, "num_draft_tokens": 4} for kind, model in models.items()]  # wide tiles
     return [*((str(target), own, {}) for own in drafters), (str(target), drafters[0], {"quantization": "fp8"})]
 
 

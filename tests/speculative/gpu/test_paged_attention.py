@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculative.gpu.paged_attention import SPLIT_TOKENS, AttendPaged, AttentionSizes, PagedRows
+from speculative.gpu.paged_attention import SPLIT_TOKENS, AttendPaged, AttentionSizes, PagedRows, splits_of
 from speculative.model.config import PLAIN, ScoreRule
 from tests.support.judged_rows import of_wider
 from tests.support.long_contexts import error_of
@@ -187,7 +187,8 @@ def test_many_rows_are_shared_by_several_programs(attend: AttendPaged) -> None:
 
 
 def test_the_workspace_is_accounted_for() -> None:
-    assert (SIZES.num_parts - 1) * SPLIT_TOKENS < MAX_BLOCKS * BLOCK_SIZE <= SIZES.num_parts * SPLIT_TOKENS
+    assert SIZES.num_parts == splits_of(MAX_BLOCKS * BLOCK_SIZE) == 9
+    assert [splits_of(length) for length in (0, 1, 64, 256, 512, 513, 1500)] == [0, 1, 1, 4, 8, 9, 12]
     assert AttentionSizes(16, 5, 8192).workspace_bytes(1, 1, 64) == 32 * 65 * 4, "whatever the longest sequence"
     from speculative.gpu.triton_attention import workspace
 
