@@ -1,6 +1,7 @@
 """Causal attention of packed rows, any number a sequence, over the paged KV cache: prompts, and chunks of them."""
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch import Tensor
 from speculative.gpu.paged_attention import KernelAttention
 from speculative.gpu.staged_inputs import Array, send_once
 from speculative.model.attention import CacheAttention
-from speculative.model.config import PLAIN, ScoreRule
+from speculative.model.config import ScoreRule
 from speculative.state.batch import AttentionRows, Int64s
 from speculative.state.kv_cache import KVCache
 
@@ -20,30 +21,19 @@ class PackedRows(NamedTuple):
         in `blocks`. A row sees the positions of its sequence up to its own.
     blocks: [any] int32, sequence after sequence.
     first: positions below it do not exist. block_size: tokens a block.
+    out: what gets the rows' results, and keeps what else is in it; None = a new tensor.
     """
 
     spans: Tensor
     blocks: Tensor
     first: int
     block_size: int
+    out: Tensor | None = None
 
 
-class AttendPacked(Protocol):
-    """Attention of packed rows by a kernel."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        rows: PackedRows,
-        scores: ScoreRule = PLAIN,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """query [N, num_heads, head_dim], a layer's keys and values [num_slots, num_kv_heads, head_dim] -> as query.
-
-        Rows of no sequence stay as they are in `out`, where it is given; else they are anything.
-        """
+AttendPacked = Callable[[Tensor, Tensor, Tensor, PackedRows, ScoreRule], Tensor]
+"""query [N, num_heads, head_dim], a layer's keys and values [num_slots, num_kv_heads, head_dim] -> as query; anything
+in rows of no sequence."""
 
 
 class SendPacked:

@@ -186,8 +186,8 @@ class PromptPass:
         def attend(
             query: Tensor, keys: Tensor, values: Tensor, rows: tuple[PagedRows, PackedRows], scores: ScoreRule = PLAIN
         ) -> Tensor:
-            out = self._cache.attend(query, keys, values, rows[0], scores)
-            return self._attend(query, keys, values, rows[1], scores, out)
+            behind = rows[1]._replace(out=self._cache.attend(query, keys, values, rows[0], scores))
+            return self._attend(query, keys, values, behind, scores)
 
         sources = given["sources"][:most]
         drafted = self._buffers.drafts.tokens[sources.clamp(min=0)]

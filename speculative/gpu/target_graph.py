@@ -112,27 +112,20 @@ class GraphRunner(ModelRunner):
         found, self._found = self._found, None
         if capture not in ((), self.target.capture):
             return super().forward_with_features(step_input, capture)
-        counts = np.diff(step_input.row_starts)
         if found is not None and found[0].sequences == step_input.sequences:
             hidden, features = found[1]
-            return hidden, features if capture else hidden[:, :0]
-        if counts.max() <= self._buckets.query_lengths[-1]:
-            return self._replay(step_input, capture)
-        return self._run_prompts(step_input, capture)
-
-    def _run_prompts(self, step_input: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        if not self.prompts.takes(step_input):
+        elif np.diff(step_input.row_starts).max() <= self._buckets.query_lengths[-1]:
+            hidden, features = self._replay(step_input)
+        elif self.prompts.takes(step_input):
+            hidden, features = self.prompts.run(step_input)
+        else:
             return super().forward_with_features(step_input, capture)
-        hidden, features = self.prompts.run(step_input)
         return hidden, features if capture else hidden[:, :0]
 
-    def _replay(self, step_input: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        counts, most = np.diff(step_input.row_starts), self._buckets.batch_sizes[-1]
-        if len(counts) > most:  # several replays: eagerly, each sequence would be several launches a layer
-            return run_in_parts(step_input, most, lambda part: self._replay(part, capture))
-        num_rows, buffers = len(step_input.input_ids), self.target.buffers
-        bucket = self._buckets.fit_rows(len(counts), num_rows)
-        assert bucket is not None, "the rows were chosen to fit"
+    def _replay(self, step_input: StepInput) -> tuple[Tensor, Tensor]:
+        num_seqs, num_rows = len(step_input.sequences), len(step_input.input_ids)
+        bucket, buffers = self._buckets.fit_rows(num_seqs, num_rows), self.target.buffers
+        if bucket is None:  # several replays: eagerly, each sequence would be several launches a layer
+            return run_in_parts(step_input, self._buckets.batch_sizes[-1], self._replay)
         self.target.run(bucket, step_input, None)
-        hidden = buffers.hidden[:num_rows].clone()  # the next step overwrites it
-        return hidden, buffers.features.rows[:num_rows].clone() if capture else hidden[:, :0]
+        return buffers.hidden[:num_rows].clone(), buffers.features.rows[:num_rows].clone()  # the next step overwrites

@@ -104,20 +104,13 @@ class TritonAttendPacked:
     """Launches it."""
 
     def __call__(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        rows: PackedRows,
-        scores: ScoreRule = PLAIN,
-        out: Tensor | None = None,
+        self, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scores: ScoreRule = PLAIN
     ) -> Tensor:
         """Implement `AttendPacked`."""
         num_rows, num_heads, head_dim = query.shape
         num_kv_heads = keys.shape[1]
         group, dim = num_heads // num_kv_heads, max(16, triton.next_power_of_2(head_dim))
-        if out is None:
-            out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if rows.out is None else rows.out
         query = query.to(keys.dtype)
         if query.stride(2) != 1:
             query = query.contiguous()

@@ -322,20 +322,14 @@ class PretendedCuda(TorchFunctionMode):
         )
 
     def _attend_packed(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        rows: PackedRows,
-        scores: ScoreRule = PLAIN,
-        out: Tensor | None = None,
+        self, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scores: ScoreRule = PLAIN
     ) -> Tensor:
         from speculative.gpu.triton_prompts import TritonAttendPacked
 
         assert rows.blocks.dtype == rows.spans.dtype == torch.int32
         assert rows.spans.is_contiguous() and keys.stride() == values.stride()
 
-        given = (query, keys, values, rows, scores, out)
+        given = (query, keys, values, rows, scores)
         return self.kernels(TritonAttendPacked(), attend_packed, *given)  # type: ignore[no-any-return]
 
     def _sample_drafts(

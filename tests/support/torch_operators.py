@@ -88,16 +88,9 @@ def _scores(products: Tensor, head_dim: int, rule: ScoreRule) -> Tensor:
     return torch.tanh(scores / rule.cap) * rule.cap if rule.cap else scores
 
 
-def attend_packed(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    rows: PackedRows,
-    scores: ScoreRule = PLAIN,
-    out: Tensor | None = None,
-) -> Tensor:
+def attend_packed(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, rule: ScoreRule = PLAIN) -> Tensor:
     """Implement `AttendPacked` in float64, sequence after sequence."""
-    out, rule = torch.full_like(query, torch.nan) if out is None else out, scores
+    out = torch.full_like(query, torch.nan) if rows.out is None else rows.out
     num_kv_heads, head_dim = keys.shape[1:]
     for first_row, num_rows, begin, table in rows.spans.tolist():
         if num_rows == 0:
@@ -108,10 +101,10 @@ def attend_packed(
         slots = blocks * rows.block_size + positions % rows.block_size
         own = slice(first_row, first_row + num_rows)
         queries = query[own].double().view(num_rows, num_kv_heads, -1, head_dim)
-        products = _scores(torch.einsum("nhgd,lhd->nhgl", queries, keys[slots].double()), head_dim, rule)
+        scores = _scores(torch.einsum("nhgd,lhd->nhgl", queries, keys[slots].double()), head_dim, rule)
         behind = positions - begin - torch.arange(num_rows)[:, None]  # [N, L] the row
         hidden = (behind > 0) | (behind < -seen_before)
-        weights = torch.softmax(products.masked_fill(hidden[:, None, None], -torch.inf), dim=-1)
+        weights = torch.softmax(scores.masked_fill(hidden[:, None, None], -torch.inf), dim=-1)
         attended = torch.einsum("nhgl,lhd->nhgd", weights, values[slots].double())
         out[own] = attended.flatten(1, 2).to(query.dtype)
     return out
