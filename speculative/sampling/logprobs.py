@@ -42,9 +42,11 @@ class LogprobRows:
     scored: Any
 
     def to_host(self) -> "LogprobRows":
-        """Copy to the host."""
+        """Copy to the host, all of it at once: float64 keeps ids and ranks as they are."""
         fields = (self.values, self.ranks, self.top_ids, self.top_values, self.scored)
-        return LogprobRows(*(field.cpu().numpy() for field in fields))
+        copied = torch.cat([field.reshape(-1).double() for field in fields]).cpu()
+        parts = zip(copied.split([field.numel() for field in fields]), fields, strict=True)
+        return LogprobRows(*(part.view(field.shape).to(field.dtype).numpy() for part, field in parts))
 
     def entry(self, row: int, token_id: int, num_top: int, scored_ids: Tokens[int] = ()) -> TokenLogprobs:
         """The logprobs entry of one row, on the host. Of masked tokens (-inf) `scored` has entries, `top` has none.

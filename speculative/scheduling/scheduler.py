@@ -25,6 +25,7 @@ from speculative.state.sequence import Phase, Sequence
 from speculative.stats import DEAD_END, INVARIANTS, LOGPROB_RULES, EngineUsage, StepStats
 
 _NO_TOKENS = frozenset[int]()
+_MOST_SCORED = 256  # tokens of a step in which others decode; fewer would hardly share the reading of the weights
 
 
 class Scheduler:
@@ -147,10 +148,13 @@ class Scheduler:
             budget -= num_rows
             repeated = self._plan.repeated.get(sequence.request.request_id, ())[:max_drafts]
             entries.append(Entry(sequence, 1, max_drafts, True, repeated))
+        most_scored = _MOST_SCORED if decoding else budget
         for sequence in sorted(prefilling, key=lambda seq: (seq.scores_only, self._waiting.due_at(seq))):
-            if budget > 0:
-                chunk = min(sequence.num_to_compute, budget)
+            room = min(budget, most_scored) if sequence.scores_only else budget
+            if room > 0:
+                chunk = min(sequence.num_to_compute, room)
                 budget -= chunk
+                most_scored -= chunk if sequence.scores_only else 0
                 samples = sequence.num_computed + chunk == len(sequence.tokens)
                 entries.append(Entry(sequence, num_known=chunk, max_drafts=0, samples=samples))
         return Batch(tuple(entries), self._plan.widths) if entries else None

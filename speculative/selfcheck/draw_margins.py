@@ -53,8 +53,8 @@ class Distributions(NamedTuple):
         return cls(adjusted / rows.temperature, kept, kept.softmax(dim=-1))
 
     def each(self) -> "Iterator[Distributions]":
-        """The n one by one, their probabilities on the host."""
-        return (Distributions(*one) for one in zip(self.scaled, self.kept, self.probs.cpu(), strict=True))
+        """The n one by one."""
+        return (Distributions(*one) for one in zip(*self, strict=True))
 
 
 def redraw(
@@ -65,7 +65,8 @@ def redraw(
     drafter: Mapping[int, Distributions],
     host: Kernels | None = None,
 ) -> list[Redrawn]:
-    """Draw n tokens again.
+    """Draw n tokens again. Whole distributions are read only where they are, or for a draw that misses: on a GPU the
+    copies would take longer than the forward pass.
 
     Args:
         target: of the n.
@@ -75,13 +76,14 @@ def redraw(
         host: kernels that compute random numbers; None = numpy and torch.
     """
     temperature = temperature_of(request.params)
-    edges = _edges_of(target, request)
-    rows = [_Row(*parts, request) for parts in zip(target.each(), edges, tokens, strict=True)]
+    rows = _rows_of(target, tokens, draws, request)
     last = max((_token_index(draw, request) for draw in draws if draw.rule == "vllm_noise"), default=-1)
     numbers = token_numbers(request.seed, last + 1) if last >= 0 else []
     uses = (Purpose.BONUS, Purpose.RESIDUAL, Purpose.COIN)
     keys = [(request.seed, draw.round_start, draw.offset, use) for draw in draws for use in uses]
     drawn_with = uniforms(*np.array(keys, np.uint64).T, kernels=host).reshape(-1, len(uses)).tolist()
+    signed = request.seed - 2**64 if request.seed >= 2**63 else request.seed
+    seed = torch.tensor([signed], device=target.probs.device)
     redrawn = []
     for index, (row, draw, drawn) in enumerate(zip(rows, draws, drawn_with, strict=True)):
         miss, loose, of_draft = 0.0, 0.0, None
@@ -93,22 +95,20 @@ def redraw(
             miss, loose = _by_residual(row, drafter[index], drawn[1])
             of_draft = float(drafter[index].probs[draw.rejected])
         elif draw.rule == "noise":
-            seed = torch.tensor([request.seed - 2**64 if request.seed >= 2**63 else request.seed])
-            position = torch.tensor([draw.round_start + draw.offset])
+            position = torch.full_like(seed, draw.round_start + draw.offset)
             miss, loose = _by_noise(row, noise_uniforms(seed, position, len(row.probs), host)[0])
         elif draw.rule == "vllm_noise":
             miss, loose = _by_noise(row, uniforms_of(numbers[_token_index(draw, request)], len(row.probs)))
-        rejected = float(row.probs[draw.rejected]) if draw.rejected >= 0 else 0.0
         redrawn.append(
             Redrawn(
                 # Margins are nats of the logits after the temperature; rounding is of those before it.
                 miss * temperature,
                 loose * temperature,
-                rejected,
+                row.rejected.p,
                 drawn[2],
                 of_draft,
-                row.bounds(row.token),
-                row.bounds(draw.rejected),
+                row.bounds(row.own),
+                row.bounds(row.rejected),
                 temperature,
             )
         )
@@ -116,100 +116,157 @@ def redraw(
 
 
 class _Edges(NamedTuple):
-    """Tokens that rounding may move across the edges of one token's filters.
+    """Tokens that rounding may move across the edges of the filters of n tokens.
 
-    mass: [V] float32, of each token beside those that are kept.
-    near: [V] bool.
-    sure: the mass of what is kept and not near.
-    moving: of what is near.
+    mass: [n, V] float32, of each token beside those that are kept.
+    near: [n, V] bool.
+    sure: [n] the mass of what is kept and not near.
+    moving: [n] of what is near.
     """
 
     mass: Tensor
     near: Tensor
-    sure: float
-    moving: float
+    sure: Tensor
+    moving: Tensor
 
 
-def _edges_of(target: Distributions, request: Request) -> "Sequence[_Edges | None]":
+def _edges_of(target: Distributions, request: Request) -> _Edges | None:
     """Find the edges of n distributions; None where nothing is filtered."""
     if not request.params.filtered:
-        return [None] * len(target.kept)
+        return None
     near = _near_edges(target, request.params, request.edge_nats)
     # In units of the mass that is kept, so that p of a token, with other tokens kept, is its mass over theirs.
     mass = (target.scaled - target.kept.logsumexp(dim=-1, keepdim=True)).exp()
     sure = torch.where((target.kept > -torch.inf) & ~near, mass, 0.0).sum(dim=-1)
-    moving = torch.where(near, mass, 0.0).sum(dim=-1)
-    return [_Edges(*row) for row in zip(mass.cpu(), near.cpu(), sure.tolist(), moving.tolist(), strict=True)]
+    return _Edges(mass, near, sure, torch.where(near, mass, 0.0).sum(dim=-1))
+
+
+class _Token(NamedTuple):
+    """One token of a distribution: p, its mass beside those that are kept, and whether rounding may move it across an
+    edge of the filters."""
+
+    p: float = 0.0
+    mass: float = 0.0
+    near: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One token, and what it was sampled from."""
+    """One token, and what it was sampled from.
 
-    target: Distributions
-    edges: _Edges | None
-    token: int
+    probs: [V] p, where it was computed.
+    near: [V] as in `_Edges`; None where nothing is filtered.
+    own, rejected: the token, and the draft that was rejected there.
+    total, below: the sum of p, and that of the tokens below this one.
+    sure, moving: as in `_Edges`.
+    """
+
     request: Request
+    token: int
+    probs: Tensor
+    near: Tensor | None
+    own: _Token
+    rejected: _Token
+    total: float
+    below: float
+    sure: float = 0.0
+    moving: float = 0.0
 
-    @property
-    def probs(self) -> Tensor:
-        """[V] float32, on the host."""
-        return self.target.probs
-
-    def bounds(self, token: int) -> tuple[float, float]:
-        """The least and the most that p of a token may be; of -1, which is none, 0."""
-        if token < 0 or self.edges is None:
-            return (float(self.probs[token]) if token >= 0 else 0.0,) * 2
-        mass, near, sure, moving = self.edges
-        own = float(mass[token])
-        if near[token]:  # with nothing that is sure, whatever is near may be all there is
-            return 0.0, own / (sure + own) if sure > 0 else 1.0
-        return (own / (sure + moving), own / sure) if own > 0 and self.probs[token] > 0 else (0.0, 0.0)
+    def bounds(self, one: _Token) -> tuple[float, float]:
+        """The least and the most that p of a token may be."""
+        if self.near is None:
+            return one.p, one.p
+        if one.near:  # with nothing that is sure, whatever is near may be all there is
+            return 0.0, one.mass / (self.sure + one.mass) if self.sure > 0 else 1.0
+        return (
+            (one.mass / (self.sure + self.moving), one.mass / self.sure) if one.mass > 0 and one.p > 0 else (0.0, 0.0)
+        )
 
 
-def _near(edges: _Edges | None, token: int) -> bool:
-    return edges is not None and bool(edges.near[token])
+def _rows_of(target: Distributions, tokens: Sequence[int], draws: Sequence[Draw], request: Request) -> list[_Row]:
+    """Return the rows of n tokens, with one copy of what is known of each."""
+    probs, edges = target.probs, _edges_of(target, request)
+    rejected = [max(draw.rejected, 0) for draw in draws]
+    ids = torch.tensor([tokens, rejected], device=probs.device).T
+    below = [row[:token].sum(dtype=torch.float64) for row, token in zip(probs, tokens, strict=True)]
+    columns = [probs.gather(1, ids), probs.sum(dim=-1, dtype=torch.float64)[:, None], torch.stack(below)[:, None]]
+    columns += (
+        [probs.new_zeros((len(tokens), 6))]
+        if edges is None
+        else [edges.mass.gather(1, ids), edges.near.gather(1, ids), edges.sure[:, None], edges.moving[:, None]]
+    )
+    rows = []
+    for index, known in enumerate(torch.cat([one.double() for one in columns], dim=1).tolist()):
+        p, of_rejected, total, below_it, mass, rejected_mass, near, rejected_near, *sums = known
+        own, draft = _Token(p, mass, bool(near)), _Token(of_rejected, rejected_mass, bool(rejected_near))
+        rejected_one = draft if draws[index].rejected >= 0 else _Token()
+        all_near = None if edges is None else edges.near[index]
+        rows.append(_Row(request, tokens[index], probs[index], all_near, own, rejected_one, total, below_it, *sums))
+    return rows
+
+
+class _Interval(NamedTuple):
+    """A token's part of a cumulative distribution of unscaled weights."""
+
+    token: int
+    total: float
+    below: float
+    own: float
 
 
 def _by_uniform(row: _Row, uniform: float, without: int = -1) -> tuple[float, float]:
     """The miss of a draw by inverse CDF, from p without one token (-1 = with all), and the loose one."""
-    probs = row.probs
-    if without >= 0:
-        probs = probs.clone()
-        probs[without] = 0.0
-    if not probs[row.token] > 0:
-        return math.inf, 0.0 if _near(row.edges, row.token) else math.inf
+    left_out = row.rejected.p if without >= 0 else 0.0
+    below = row.below - left_out if without < row.token else row.below
+    interval = _Interval(row.token, row.total - left_out, below, 0.0 if without == row.token else row.own.p)
+    if not interval.own > 0:
+        return math.inf, 0.0 if row.own.near else math.inf
+    if interval.total <= _CDF_ROUNDING:  # all of it is rounding
+        return 0.0, 0.0
 
     def moves(at: float, first_above: int) -> float:
+        probs = row.probs.cpu()
+        if without >= 0:
+            probs = probs.index_fill(0, torch.tensor(without), 0.0)
         # dF_k / dlogit_i = p_i (1[i <= k] - F_k), and independent noises add up in squares.
         before, after = (float(part.double().square().sum()) for part in probs.tensor_split([first_above]))
         return math.sqrt((1 - at) ** 2 * before + at**2 * after)
 
-    return _of_interval(row, probs, uniform, moves, (row.edges,))
+    return _of_interval(interval, uniform, moves, near=row.own.near, moving=row.moving)
 
 
 def _by_residual(row: _Row, draft: Distributions, uniform: float) -> tuple[float, float]:
     """The miss of a draw by inverse CDF from (p - q)+, q of `draft`, and the loose one."""
-    p, q, token = row.probs, draft.probs, row.token
-    if not p[token] > 0:
-        return math.inf, 0.0 if _near(row.edges, token) else math.inf
-    residual = (p - q).clamp(min=0)
-    if residual.sum() <= _CDF_ROUNDING:  # all of it is rounding
+    token = row.token
+    if not row.own.p > 0:
+        return math.inf, 0.0 if row.own.near else math.inf
+    residual = (row.probs - draft.probs).clamp(min=0)
+    edges = _edges_of(Distributions(*(part[None] for part in draft)), row.request)
+    known = [
+        residual.sum(dtype=torch.float64),
+        residual[:token].sum(dtype=torch.float64),
+        residual[token],
+        draft.probs[token],
+    ]
+    known += [] if edges is None else [edges.near[0, token], edges.moving[0]]
+    total, below, own, q_own, near, moving = (*torch.stack([one.double() for one in known]).tolist(), 0.0, 0.0)[:6]
+    if total <= _CDF_ROUNDING:  # all of it is rounding
         return 0.0, 0.0
 
     def moves(at: float, first_above: int) -> float:
         # The logits behind p and those behind q have noise of their own: two independent parts.
+        p, q = row.probs.cpu(), draft.probs.cpu()
         weights = torch.where(p > q * _NEARLY, -at, 0.0).double()
         weights[:first_above] = torch.where(p[:first_above] > q[:first_above] * _NEARLY, 1 - at, 0.0).double()
         return math.sqrt(_variance(p, weights) + _variance(q, weights))
 
-    (of_draft,) = _edges_of(Distributions(*(part[None] for part in draft)), row.request)
-    miss, loose = _of_interval(row, residual, uniform, moves, (row.edges, of_draft))
-    if q[token] < p[token]:
+    interval = _Interval(token, total, below, own)
+    miss, loose = _of_interval(interval, uniform, moves, near=row.own.near or near > 0, moving=row.moving + moving)
+    if q_own < row.own.p:
         return miss, loose
     # Nothing is left of the token here: log p and log q have to come so much closer before any uniform gives it.
-    apart = math.log(q[token] / p[token])
-    return max(miss, apart), 0.0 if _near(of_draft, token) else max(loose, apart)
+    apart = math.log(q_own / row.own.p)
+    return max(miss, apart), 0.0 if near else max(loose, apart)
 
 
 def _variance(probs: Tensor, weights: Tensor) -> float:
@@ -219,37 +276,37 @@ def _variance(probs: Tensor, weights: Tensor) -> float:
 
 
 def _of_interval(
-    row: _Row, weights: Tensor, uniform: float, moves: Callable[[float, int], float], edges: Sequence[_Edges | None]
+    interval: _Interval, uniform: float, moves: Callable[[float, int], float], *, near: bool, moving: float
 ) -> tuple[float, float]:
     """The miss of a token's interval, and the loose one, in nats of the logits behind the weights.
 
     Args:
-        weights: [V] that it was drawn by: p, or what is left of it.
+        interval: of p, or of what is left of it.
         moves: the mass by which a nat of noise moves an edge of the cumulative distribution, given its place and the
             first token above it.
-        edges: of the filters of all that the weights are made of.
+        near: the token is on an edge of the filters of what the weights are made of.
+        moving: the mass on those edges.
     """
-    total = float(weights.sum(dtype=torch.float64))
-    own = float(weights[row.token]) / total
-    below = float(weights[: row.token].sum(dtype=torch.float64)) / total
+    token, total = interval.token, interval.total
+    own, below = interval.own / total, interval.below / total
     rounding = _CDF_ROUNDING / total
 
     def miss(reach: float) -> float:
         """Return where the edges of the interval may move so far by themselves."""
         if below - reach <= uniform <= below + own + reach:
             return 0.0
-        at, first_above = (below, row.token) if uniform < below else (below + own, row.token + 1)
+        at, first_above = (below, token) if uniform < below else (below + own, token + 1)
         # An edge's log odds stay almost linear over many nats of noise, which its place does not.
         at = min(max(at, rounding), 1 - rounding)
-        near = uniform + reach if uniform < below else uniform - reach
+        nearest = uniform + reach if uniform < below else uniform - reach
         moved = max(moves(at, first_above) / total, rounding) / (at * (1 - at))
-        return abs(_log_odds(near) - _log_odds(at)) / moved
+        return abs(_log_odds(nearest) - _log_odds(at)) / moved
 
-    if any(_near(one, row.token) for one in edges):
-        return miss(rounding), 0.0
+    strict = miss(rounding)
+    if near or not strict or not moving:
+        return strict, 0.0 if near else strict
     # What is on an edge may be there or not, and moves every edge of the cumulative distribution with it.
-    slack = sum(one.moving for one in edges if one is not None) / total
-    return miss(rounding), miss(rounding + slack)
+    return strict, miss(rounding + moving / total)
 
 
 def _log_odds(share: float) -> float:
@@ -264,17 +321,17 @@ def _by_noise(row: _Row, unit: Tensor) -> tuple[float, float]:
     """The miss of a choice by noise, of which [V] are the uniforms, and the loose one. With E = -log(u) the chosen
     token is the one with the least E / p (the same as the largest log p + Gumbel noise); E is at least 1 - u, which
     rules out all but a few."""
-    own = float(row.probs[row.token])
+    own, probs = row.own.p, row.probs.to(unit.device)
     if own <= 0:
-        return math.inf, 0.0 if _near(row.edges, row.token) else math.inf
+        return math.inf, 0.0 if row.own.near else math.inf
     lead = -math.log(float(unit[row.token])) / own
-    better = torch.nonzero(1 - unit < row.probs * lead)[:, 0]
-    leads = -unit[better].log() / row.probs[better].double()
+    better = torch.nonzero(1 - unit < probs * lead)[:, 0]
+    leads = -unit[better].log() / probs[better].double()
     if len(leads) == 0 or float(leads.min()) >= lead * (1 - _RACE_ROUNDING):
         return 0.0, 0.0
-    certain = leads[:0] if _near(row.edges, row.token) else leads
-    if row.edges is not None and len(certain):
-        certain = leads[~row.edges.near[better]]
+    certain = leads[:0] if row.own.near else leads
+    if row.near is not None and len(certain):
+        certain = leads[~row.near.to(unit.device)[better]]
     loose = max(0.0, math.log(lead / float(certain.min()))) if len(certain) else 0.0
     return math.log(lead / float(leads.min())), loose
 

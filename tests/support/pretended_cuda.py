@@ -178,6 +178,7 @@ class PretendedCuda(TorchFunctionMode):
     """The device, while it is entered.
 
     waits: (what made the host wait, where) -> how often. num_replays: of graphs.
+    num_copied: values that came to the host, while it waited.
     num_launches: outside of graphs, while `counts_launches`; so are the nodes of graphs.
     graphs: in the order of their captures; when they are first needed, and all that the product captures before the
     first request only if `capture_beforehand`, which takes a second or two.
@@ -212,6 +213,7 @@ class PretendedCuda(TorchFunctionMode):
         self.waits: Counter[tuple[str, str]] = Counter()
         self.num_launches = 0
         self.num_replays = 0
+        self.num_copied = 0
 
     def __enter__(self) -> "PretendedCuda":
         PretendedCuda.current = self
@@ -470,6 +472,7 @@ class PretendedCuda(TorchFunctionMode):
     def _copy(self, name: str, args: Any, kwargs: Any) -> Tensor:
         self.order()
         if name == "cpu":
+            self.num_copied += args[0].numel()
             return args[0].held.clone()  # type: ignore[no-any-return]
         if not isinstance(args[0], DeviceTensor) and kwargs.get("non_blocking", False):
             return self._download(args[0], args[1].held.clone())
@@ -504,6 +507,7 @@ class PretendedCuda(TorchFunctionMode):
                 copied = tensor.held.to(dtype or tensor.dtype, copy=True)
                 return self._download(torch.empty_like(copied), copied)  # which torch pins
             self._wait("copy to the host")
+            self.num_copied += tensor.numel()
             return tensor.held.to(dtype or tensor.dtype, copy=True)
         if dtype is None or dtype == tensor.dtype:
             return tensor

@@ -338,6 +338,21 @@ def test_scoring_under_way_leaves_the_budget_to_prompts() -> None:
     assert [delta.request_id for delta in deltas] == ["a"]
 
 
+def test_scoring_is_done_in_parts_while_anybody_decodes() -> None:
+    def parts(*, beside: bool) -> list[int]:
+        scheduler = make_scheduler(max_model_len=1000, max_num_seqs=4, max_batched_tokens=600, kv_cache_tokens=4096)
+        if beside:
+            scheduler.add(make_sequence("a", 3, max_tokens=99))
+            advance(scheduler)
+        for name in "st":
+            scheduler.add(make_sequence(name, 400, score_from=2))
+        batches = [advance(scheduler)[0] for _ in range(4 if beside else 2)]
+        return [sum(entry.num_known for entry in batch.entries if entry.sequence.scores_only) for batch in batches]
+
+    assert parts(beside=True) == [256, 256, 256, 30], "both together"
+    assert parts(beside=False) == [600, 198]
+
+
 @pytest.mark.parametrize("score_from", [1, 9, 51])
 def test_scoring_that_was_preempted_scores_every_token_once(tiny_folder: Path, score_from: int) -> None:
     text = tuple((11 * i * i + 5) % 61 for i in range(52))

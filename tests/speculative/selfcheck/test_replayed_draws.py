@@ -26,6 +26,7 @@ from speculative.selfcheck.replayed_draws import DrawCheck, Rounds
 from speculative.selfcheck.replayed_tokens import replayed_tokens
 from speculative.step.vocabulary_ops import VocabularyOps
 from tests.support.engines import answer_all, settings
+from tests.support.pretended_cuda import PretendedCuda
 from tests.support.tiny_heads import random_head
 from tools.faults.toy import EvenAndOdd, table_engine, tiny_engine, tiny_weights
 from tools.faults.traffic import FILTERED, PLAIN, mixed, sampling
@@ -222,6 +223,34 @@ def test_a_miss_of_a_choice_by_noise_is_the_gap_to_the_winner() -> None:
     draw = Draw("noise", 8, 1)
     for token, score in enumerate(scores.tolist()):
         assert one_row(logits, token, draw, PLAIN).miss == pytest.approx(float(scores.max()) - score, abs=1e-6)
+
+
+@pytest.mark.parametrize("params", [PLAIN, FILTERED])
+def test_a_vocabulary_comes_to_the_host_only_for_a_draw_that_misses(params: SamplingParams) -> None:
+    """Of 64 tokens and a usual vocabulary it would take longer than to compute them."""
+    num_tokens, size, request = 16, 5000, Request("r", (1,), params, 7)
+    logits = torch.randn(num_tokens, size, generator=torch.Generator().manual_seed(1)) * 3
+    draws = [Draw("bonus", place, 0) for place in range(num_tokens)]
+    keys = np.array([(7, place, 0, Purpose.BONUS) for place in range(num_tokens)], np.uint64)
+    drawn = torch.from_numpy(uniforms(*keys.T))[:, None]
+
+    def target(device: str) -> Distributions:
+        rows = SamplingRows.build([params] * num_tokens, size, torch.device(device))
+        return Distributions.of(logits.to(device), rows, process)
+
+    tokens = torch.searchsorted(target("cpu").probs.double().cumsum(-1), drawn)[:, 0].tolist()
+    on_host = redraw(target("cpu"), tokens, draws, request, {})
+    assert {one.miss for one in on_host} == {0}
+    with PretendedCuda() as device:
+        computed = target("cuda")
+        device.clear()
+        assert redraw(computed, tokens, draws, request, {}) == on_host
+        assert device.num_copied < size and sum(device.waits.values()) < 8, device.waits
+        device.clear()
+        others = target("cpu").probs.argmax(-1).tolist()
+        redrawn = redraw(computed, others, draws, request, {})
+        num_missed = sum(0 < one.miss < math.inf for one in redrawn)
+        assert 0 < num_missed <= device.num_copied // size <= 2 * num_missed
 
 
 def test_tokens_near_an_edge_of_the_filters_may_be_on_either_side() -> None:
