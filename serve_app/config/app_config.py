@@ -263,6 +263,9 @@ class ReplaySection(Section):
     """Largest shift by rounding of the means of the calibration test; by precision when not set."""
     edge_nats: Annotated[float, Field(gt=0, le=10)] | None = None
     """Nats by which rounding may move a filter's edge, or the likeliest token; by precision when not set."""
+    tolerance: str | None = None
+    """File of `truespec watch calibrate`, on the controller's node: what rounding does to this service. Without it, or
+    max_tme or edge_nats, no replay on a GPU trips a breaker, except in float32."""
     verify_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """Longest wait of an answer with `verify` for its replay; then it says `unverified`."""
     keep_verdicts: AtLeastOne = 10000

@@ -66,7 +66,7 @@ class Controller:
 
         sums = PrometheusSink(source=context.replica_tag)
         metrics = Metrics(sums, model_name=config.model.served_name, pool=pool)
-        tolerances = ServiceTolerances(config.replay, config.engine)
+        tolerances = ServiceTolerances(config)
         self._counts = counts = RefereeCounts(metrics, SERVED_STRATA)
         folder = None if config.dumps.folder is None else Path(config.dumps.folder)
         dumps = DumpFolder(folder, config.dumps.max_files, config.dumps.max_mib * 2**20)
@@ -185,6 +185,7 @@ def _about(config: AppConfig, tolerance: Tolerance) -> dict[str, Any]:
         "drafter": config.drafter.kind,
         "replay_share": config.replay.sample_rate,
         "max_tme": tolerance.max_tme,
+        "assumes_rounding": tolerance.assumed,
         "max_first_token_s": config.limits.max_time_to_first_token_s,
         "grafana": grafana if grafana.startswith(("https://", "http://")) else "",
         "verifies": config.engine.logprobs_mode == "raw_logprobs",

@@ -79,7 +79,7 @@ class RealLogits:
         long = ([tuple(text[:_LENGTH]) for text in own if len(text) >= _LENGTH] for own in kinds)
         self._texts = [text for own in long for text in own[:_NUM_TEXTS:2]]
         config = parse_args({"model": {"source": str(folder)}})
-        self._tolerances = ServiceTolerances(config.replay, config.engine)
+        self._tolerances = ServiceTolerances(config)
 
     def pair(self, name: str) -> Pair:
         """Engines over the tables of two of `FORMS`. What drafts is off by as much as its target, in other rows."""

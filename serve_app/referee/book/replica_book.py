@@ -138,7 +138,7 @@ class ReplicaBook:
                 watch = replica.watch(tolerance)
                 seen = watch.see(own, greedy=greedy, drift_tolerance=drift_tolerance, at=answer.began_at)
                 for found in seen:
-                    self._alarm(name, replica, found, case)
+                    self._alarm(name, replica, found, case, trips=not tolerance.assumed)
         return self.report(case)
 
     def add_impossible(self, case: Case) -> Checked:
@@ -161,10 +161,12 @@ class ReplicaBook:
             self._dump(checked.reason, case.to_dump)
         return reported
 
-    def _alarm(self, name: str, replica: _Replica, found: Alarm, case: Case) -> None:
+    def _alarm(self, name: str, replica: _Replica, found: Alarm, case: Case, *, trips: bool = True) -> None:
         self.incidents.note("replay", found.name, name, alarm=found)
         _logger.warning("replays show that %s is wrong: %s in stratum %s", name, found.name, found.stratum)
-        replica.findings.append(Finding(name, found.name, found.stratum, case.answer.began_at, found.evidence_since))
+        if trips:
+            own = Finding(name, found.name, found.stratum, case.answer.began_at, found.evidence_since)
+            replica.findings.append(own)
         self._alarmed(found, name, case)
 
     def _known(self, name: str) -> _Replica:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from serve_app.backends.base import UNKNOWN_NUMERICS, Numerics, precision_of
-from serve_app.config.app_config import EngineSection, ReplaySection
+from serve_app.config.app_config import AppConfig
 from serve_app.referee.judge.evidence import CalibrationTest
 from serve_app.referee.judge.shift import ShiftTest
 from speculative.errors import ConfigError
@@ -64,6 +64,7 @@ class Tolerance:
     distribution: float  # the most that rounding adds to the means of the calibration test's terms
     jump_nats: float  # logprobs of more than one token in a thousand are no further off
     shift_nats: float  # largest shift of the mean of the logprobs' log odds by rounding
+    assumed: bool = False  # nobody measured them on this kind of device: what breaks them trips no breaker
     processed: bool = False  # whether the server's logprobs are those after temperature and filters
     source: str = ""  # of these figures, in words
     measured: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)  # results of the calibration
@@ -115,7 +116,7 @@ class Tolerance:
             wire = json.loads(path.read_text(encoding="utf-8"))
             if wire["format"] != FORMAT:
                 raise ValueError(f"its format is {wire['format']!r}")
-            numbers = {name: float(wire[name]) for name in _NUMBERS}
+            numbers: dict[str, Any] = {name: float(wire[name]) for name in _NUMBERS}
             if not (numbers["max_tme"] >= 1 > numbers["distribution"] and all(one >= 0 for one in numbers.values())):
                 raise ValueError("a figure is out of range")
             return cls(
@@ -125,9 +126,7 @@ class Tolerance:
                 measured=dict(wire["measured"]),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"--tolerance {path}: holds no tolerance ({error}); `truespec watch calibrate` writes one."
-            ) from error
+            raise ConfigError(f"{path} holds no tolerance ({error}); `truespec watch calibrate` writes one.") from error
 
     def facts(self) -> dict[str, str]:
         """Return what is no fault, by name, in words."""
@@ -157,11 +156,20 @@ def coarser_of(served: Numerics, replayed: Numerics) -> str:
 
 
 class ServiceTolerances:
-    """A service's: by the pair's precisions, as its replicas report them, and by what its configuration sets."""
+    """A service's: by the pair's precisions, as its replicas report them, and by what its configuration sets.
 
-    def __init__(self, replay: ReplaySection, engine: EngineSection) -> None:
-        self._replay = replay
-        self._configured = precision_of(engine.dtype, engine.quantization)
+    On a GPU the figures of precisions that round are assumed, until they are set or measured.
+
+    Raises:
+        ConfigError: `replay.tolerance` cannot be read.
+    """
+
+    def __init__(self, config: AppConfig) -> None:
+        self._replay = replay = config.replay
+        self._configured = precision_of(config.engine.dtype, config.engine.quantization)
+        self._measured = None if replay.tolerance is None else Tolerance.read(Path(replay.tolerance))
+        on_gpu = any(config.pool(name).num_gpus for name in config.pool_names)
+        self._assumes = on_gpu and self._measured is None and replay.max_tme is None and replay.edge_nats is None
         self._known: dict[tuple[Numerics, Numerics], Tolerance] = {}
 
     @property
@@ -181,10 +189,14 @@ class ServiceTolerances:
         own = Tolerance.between_equals(coarser)
         alike = served == replayed and (served.repeats or ROUNDINGS[coarser].between_batches)
         found = own if alike else Tolerance.against_float32(coarser)
+        repeated = alike and served.repeats
+        if self._measured is not None and not repeated and coarser != "float32":
+            return self._known.setdefault(pair, self._measured)
         replay = self._replay
         times = 1.0 if replay.edge_nats is None else replay.edge_nats / own.edge_nats
         self._known[pair] = dataclasses.replace(
             found,
+            assumed=self._assumes and coarser != "float32",
             max_tme=replay.max_tme or found.max_tme,
             distribution=found.distribution if replay.distribution_tolerance is None else replay.distribution_tolerance,
             edge_nats=times * found.edge_nats,

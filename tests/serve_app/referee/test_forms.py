@@ -55,7 +55,7 @@ class Service:
         self.weights = ServedWeights(str(folder), str(folder), form, fingerprint, DEFAULT_VERSION)
         self.referee = TransformersReferee(bytes)
         config = parse_args({"model": {"source": "m"}})
-        self.judge = Judge(ServiceTolerances(config.replay, config.engine))
+        self.judge = Judge(ServiceTolerances(config))
         self.sound = [self.answer(number, KINDS[number % len(KINDS)]) for number in range(10)]
         self.replays = [self.replay(answer) for answer in self.sound]
 

@@ -12,7 +12,7 @@ from serve_app.referee.judge.answer import Answer
 from serve_app.referee.judge.verdicts import Finished, Trip, Verdict
 from speculative.errors import EngineFault, EngineOverloaded, InvalidRequest, SequenceTooLong
 from speculative.request import ReplayedToken, Request, SamplingParams
-from tests.support.referees import NUM_TOKENS, RIGHT, Court, served
+from tests.support.referees import NUM_TOKENS, RIGHT, TOLERANCE, Court, served
 
 
 async def test_an_answer_that_is_right_is_verified_and_counted_by_stratum(court: Court) -> None:
@@ -91,6 +91,14 @@ async def test_a_finding_says_when_its_evidence_began(court: Court) -> None:
     assert {finding.alarm for finding in findings} <= {"probability", "surprisal"}
     assert {finding.evidence_since for finding in findings} == {400.0}
     assert all(finding.began_at > 400.0 for finding in findings)
+
+
+async def test_what_breaks_an_assumed_tolerance_is_an_incident_and_trips_nothing(court: Court) -> None:
+    court.book._tolerances = dataclasses.replace(TOLERANCE, assumed=True)
+    court.replayer.drift = -0.8
+    assert (await court.checker.check(served())).verdict is Verdict.SUSPECT
+    assert court.on_heartbeat("r1").findings == ()
+    assert [one["name"] for one in court.book.overview()["incidents"]] == ["drift"]
 
 
 async def test_drift_of_first_tokens_is_the_prefill_replicas(court: Court) -> None:

@@ -12,13 +12,14 @@ from serve_app.config.files import parse_args
 from serve_app.deployments.known_numerics import KnownNumerics
 from serve_app.referee.judge.answer import Answer
 from serve_app.referee.judge.tolerance import ServiceTolerances, Tolerance
+from speculative.errors import ConfigError
 from speculative.request import Request, SamplingParams
 from tests.support.tiny_models import write_tiny_model
 
 
 def tolerances(**sections: dict[str, Any]) -> ServiceTolerances:
     config = parse_args({"model": {"source": "m"}, **sections})
-    return ServiceTolerances(config.replay, config.engine)
+    return ServiceTolerances(config)
 
 
 def test_what_rounding_does_depends_on_the_precision_unless_it_is_set() -> None:
@@ -33,6 +34,23 @@ def test_what_rounding_does_depends_on_the_precision_unless_it_is_set() -> None:
     assert (equals.edge_nats, apart.edge_nats) == (0.5, 1.0), "two engines round each by itself"
     assert (equals.shift_nats, apart.shift_nats) == (0.05, 0.1), "which moves the mean as it moves logits"
     assert {(one.max_tme, one.distribution) for one in (equals, apart)} == {(1.2, 0.02)}
+
+
+def test_on_a_gpu_rounding_is_assumed_until_it_is_set_or_measured(tmp_path: Path) -> None:
+    measured, gpu = replace(Tolerance.between_equals("bfloat16"), max_tme=1.07), {"decode": {"num_gpus": 1.0}}
+    file = tmp_path / "tolerance.json"
+    file.write_text(json.dumps(measured.to_wire()))
+    own, exact = Numerics("truespec", "bfloat16", "plain"), Numerics("truespec", "float32", "plain")
+    on_gpu = tolerances(pools=gpu)
+    assert on_gpu.between(own, own).assumed and on_gpu.configured.assumed
+    assert not on_gpu.between(exact, exact).assumed and not tolerances().between(own, own).assumed
+    assert not tolerances(pools=gpu, replay={"max_tme": 1.2}).between(own, own).assumed
+    found = tolerances(pools=gpu, replay={"tolerance": str(file)})
+    assert found.between(own, own) == measured and found.between(exact, exact) != measured
+    repeats = replace(own, repeats=True)
+    assert found.between(repeats, repeats) == Tolerance.between_equals("bfloat16"), "which makes the same error"
+    with pytest.raises(ConfigError, match="holds no tolerance"):
+        tolerances(replay={"tolerance": str(tmp_path / "none.json")})
 
 
 def test_the_coarser_of_a_pair_decides() -> None:
