@@ -1,5 +1,6 @@
 """Watches a token source from outside: admission, latencies, outcomes, the deadline, and what is to be checked."""
 
+import asyncio
 import contextlib
 import dataclasses
 import math
@@ -13,10 +14,9 @@ from serve_app.errors import NoRoom
 from serve_app.referee.records.records import Record, Records
 from serve_app.referee.records.replay_selection import Selection
 from serve_app.streams.backlog import Backlog, Clock, Returns
-from serve_app.streams.deadline import Deadline
 from serve_app.telemetry.metric_names import WEIGHT_AGES
-from serve_app.telemetry.metrics import CounterSums, Metrics
-from speculative.errors import EngineOverloaded, InvalidRequest
+from serve_app.telemetry.metrics import Metrics
+from speculative.errors import EngineOverloaded, InvalidRequest, RequestTimeout
 from speculative.request import FinishReason, Request, TokenDelta
 
 _MOST_VERSIONS = 64  # of the weights, that one request may outlive
@@ -93,7 +93,6 @@ class ObservedSource:
     ) -> None:
         self._source = source
         self._metrics = metrics
-        self._sums = CounterSums(metrics, clock)
         self._records = records
         self._select = select
         self._ended = ended
@@ -120,18 +119,19 @@ class ObservedSource:
         asked = [entry.as_computed for entry in watched.values()]
         ticket = self._backlog.join(len(requests[0].prompt_token_ids), _owner(requests[0]))
         try:
-            with Deadline(self._time_limit_s(requests[0])) as deadline:
-                async with contextlib.aclosing(self._source.stream(asked)) as deltas:
-                    while (delta := await deadline.wait(anext(deltas, None))) is not None:
-                        if is_taken_in(delta):
-                            yield delta
-                            continue
-                        entry = watched[delta.request_id]
-                        if entry.waiting:
-                            ticket.close(served=True)
-                        self._see(entry, delta)
-                        hidden = delta.logprobs is not None and not _asked_for_logprobs(entry.request)
-                        yield delta._replace(logprobs=None) if hidden else delta
+            limit_s = self._time_limit_s(requests[0])
+            ends_at = asyncio.get_running_loop().time() + limit_s
+            async with contextlib.aclosing(self._source.stream(asked)) as deltas:
+                while (delta := await _next(deltas, ends_at, limit_s)) is not None:
+                    if is_taken_in(delta):
+                        yield delta
+                        continue
+                    entry = watched[delta.request_id]
+                    if entry.waiting:
+                        ticket.close(served=True)
+                    self._see(entry, delta)
+                    hidden = delta.logprobs is not None and not _asked_for_logprobs(entry.request)
+                    yield delta._replace(logprobs=None) if hidden else delta
         except Exception as error:
             if isinstance(error, (InvalidRequest, EngineOverloaded)):
                 self._refuse(requests[0], error)
@@ -245,13 +245,12 @@ class ObservedSource:
             entry.outcome = str(delta.finish_reason)
         if delta.num_drafted:
             labels = {"since_handoff": entry.record.since_handoff, "weights": self._weights.age(delta.weight_version)}
-            self._sums.add("truespec_draft_tokens_since_handoff_total", delta.num_drafted, **labels)
-            self._sums.add("truespec_accepted_tokens_since_handoff_total", delta.num_accepted, **labels)
+            self._metrics.count("truespec_draft_tokens_since_handoff_total", delta.num_drafted, **labels)
+            self._metrics.count("truespec_accepted_tokens_since_handoff_total", delta.num_accepted, **labels)
         entry.record.take(delta)
 
     def _end(self, entry: _Watched) -> None:
         self._returns.ended(self._clock() - entry.began_at)
-        self._sums.flush()
         self._metrics.count("truespec_requests_total", outcome=entry.outcome)
         if entry.outcome in (FinishReason.STOP, FinishReason.LENGTH):
             self._metrics.observe("truespec_request_duration_seconds", entry.last_at - entry.began_at)
@@ -259,6 +258,20 @@ class ObservedSource:
         if entry.outcome not in (FinishReason.ERROR, "rejected") and entry.request.score_from is None:
             is_replayed = entry.selection is not Selection.NOT_CHECKED
             self._ended(entry.record, is_replayed or bool(entry.record.broken_limit))
+
+
+async def _next(deltas: AsyncGenerator[TokenDelta, None], ends_at: float, limit_s: float) -> TokenDelta | None:
+    """The next delta, None = there is none; one that is there already is returned however late it is."""
+    try:
+        async with asyncio.timeout_at(ends_at) as waiting:
+            return await anext(deltas, None)
+    except TimeoutError as error:
+        if not waiting.expired():  # it is another one's
+            raise
+        raise RequestTimeout(
+            f"The request took longer than the {limit_s:g} s it had; ask for fewer tokens, or for more time where the "
+            "server allows it."
+        ) from error
 
 
 def _latencies(elapsed: float, delta: TokenDelta) -> Iterable[float]:

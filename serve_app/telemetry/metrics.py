@@ -31,7 +31,6 @@ _logger = logging.getLogger(__name__)
 
 LabelValues = tuple[str, ...]  # in the order of Metric.label_names
 Series = tuple[str, LabelValues]  # (metric name, label values)
-_COUNTED_EVERY_S = 1.0  # what is summed before
 
 
 class Sink:
@@ -118,35 +117,6 @@ class Metrics:
         if not labels:
             self._unlabelled[name, kind] = series
         return series
-
-
-class CounterSums:
-    """Sums what grows with every token, and counts it about once a second: to count takes many times as long as to add.
-
-    Args:
-        metrics: with the counters.
-        clock: seconds, monotonic.
-    """
-
-    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
-        self._metrics = metrics
-        self._clock = clock
-        self._sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}  # by name and labels
-        self._counted_at = clock()
-
-    def add(self, name: str, value: float, **labels: str) -> None:
-        """Add to a counter; what was added within the last second may not be counted before `flush`."""
-        series = name, tuple(labels.items())
-        self._sums[series] = self._sums.get(series, 0) + value
-        if self._clock() >= self._counted_at + _COUNTED_EVERY_S:
-            self.flush()
-
-    def flush(self) -> None:
-        """Count all that was added."""
-        self._counted_at = self._clock()
-        sums, self._sums = self._sums, {}
-        for (name, labels), value in sums.items():
-            self._metrics.count(name, value, **dict(labels))
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.telemetry.metric_names import CATALOGUE, REPLICA_LABEL, Metric
 from serve_app.telemetry.metric_summary import summarise
-from serve_app.telemetry.metrics import BufferSink, CounterSums, Metrics, PrometheusSink, Sink
+from serve_app.telemetry.metrics import BufferSink, Metrics, PrometheusSink, Sink
 from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES, CheckSums, EngineUsage, StepStats
 from tests.support.loops import for_each
 
@@ -91,28 +91,6 @@ def test_steps_are_recorded_by_value_and_every_check_is_there_from_the_start() -
         assert by_label == (values if isinstance(values, dict) else {"": values}), name
     for name, gauge in {"requests_running": 3, "requests_waiting": 2, "kv_cache_usage_ratio": 0.75}.items():
         assert value(sink, f"truespec_{name}", replica="r1") == gauge
-
-
-def test_sums_are_counted_once_a_second_and_when_they_are_flushed() -> None:
-    sink, now = BufferSink("r"), 10.0
-
-    def counted() -> dict[str, float]:
-        return {labels[-1]: value for (_, labels), value in sink.drain().counters.items()}
-
-    sums = CounterSums(facade(sink), lambda: now)
-    for now in (10.0, 10.5, 10.9):  # noqa: B007  # the clock
-        sums.add("truespec_http_responses_total", 2, code="200")
-        sums.add("truespec_http_responses_total", 3, code="400")
-    assert not counted()
-    now = 11.0
-    sums.add("truespec_http_responses_total", 1, code="200")
-    assert counted() == {"200": 7, "400": 9}
-    sums.add("truespec_http_responses_total", 4, code="400")
-    assert not counted(), "the next second has only begun"
-    sums.flush()
-    assert counted() == {"400": 4}
-    sums.flush()
-    assert not counted()
 
 
 def test_a_histogram_counts_each_value_up_to_its_bound_and_sums_exactly() -> None:
