@@ -255,7 +255,7 @@ class ReplaySection(Section):
     max_queue: AtLeastOne = 64
     """Requests that may wait for their replay; more are counted as skipped."""
     max_running: AtLeastOne = 2
-    """Replays at once; on a replica they come after everything else."""
+    """Replays at once; on a replica they come after everything else, with 256 tokens at most in a step that decodes."""
     max_tme: Annotated[float, Field(gt=1, le=10)] | None = None
     """TME above which something is wrong, on top of the noise floor of plain requests. Default: by precision
     (docs/watch.md)."""

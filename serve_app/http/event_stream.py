@@ -94,23 +94,18 @@ class EventStream(Response):
         events: list[bytes] = []
         due = asyncio.Event()
         sent_at = loop.time()
-
-        def hurry() -> None:
-            if events:
-                due.set()
-
-        def begin_interval() -> tuple[float, asyncio.TimerHandle]:
-            """Start an interval: the time when its message is due, and the timer that ends a silence."""
-            interval_s = self._pace.interval_s if sent_any else 0.0
-            now = loop.time()
-            return now + (1 - _EARLY) * interval_s, loop.call_at(now + 2 * interval_s, hurry)
+        interval_s = self._pace.interval_s if self._first else 0.0  # if nothing was sent, the first event does not wait
+        in_silence: asyncio.TimerHandle | None = None
 
         async def collect() -> None:
+            nonlocal in_silence
             try:
                 async for event in self._rest:
                     events.append(event)
-                    if loop.time() >= due_at:
+                    if loop.time() >= sent_at + (1 - _EARLY) * interval_s:
                         due.set()
+                    elif in_silence is None:
+                        in_silence = loop.call_at(sent_at + 2 * interval_s, due.set)
             finally:
                 due.set()
 
@@ -122,23 +117,24 @@ class EventStream(Response):
                     due.set()
                 await asyncio.sleep(left_s if left_s > 0 else self._keep_alive_s)
 
-        sent_any = bool(self._first)  # if not, the first event does not wait
-        due_at, in_silence = begin_interval()
         collecting, keeping = asyncio.create_task(collect()), asyncio.create_task(break_silence())
         try:
             while not collecting.done() or events:
                 await due.wait()
                 due.clear()
-                in_silence.cancel()
-                sent_at, sent_any = loop.time(), sent_any or bool(events)
-                due_at, in_silence = begin_interval()
+                if in_silence is not None:
+                    in_silence.cancel()
+                    in_silence = None
+                if events:
+                    sent_at, interval_s = loop.time(), self._pace.interval_s
                 messages = [b"".join(events)] if self._pace.interval_s else events[:]
                 events.clear()
                 for message in filter(None, messages):
                     await self._send(send, message)
             collecting.result()
         finally:
-            in_silence.cancel()
+            if in_silence is not None:
+                in_silence.cancel()
             for task in (collecting, keeping):
                 task.cancel()
             await asyncio.gather(collecting, keeping, return_exceptions=True)
