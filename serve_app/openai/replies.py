@@ -9,7 +9,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from json.encoder import encode_basestring_ascii
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from serve_app.backends.base import CallPart, ParsedDelta
@@ -72,17 +71,6 @@ class ChoiceDelta(NamedTuple):
     stop_reason: str | int | None = None  # of the last piece: the stop string or stop token that ended the choice
     # of a text that is read: numbers of tokens, and what they say, in order; () = all of it as above
     parts: tuple[tuple[int, ParsedDelta], ...] = ()
-
-    @property
-    def is_plain(self) -> bool:
-        """Return whether it has nothing to tell but its text and its tokens, as most pieces."""
-        return (
-            self.finish_reason is None
-            and self.logprobs is None
-            and not (self.first or self.reasoning or self.calls)
-            and self.prompt_logprobs is None
-            and len(self.weight_versions) == 1
-        )
 
     def seed_fields(self) -> dict[str, Any]:
         """`reproducible`, if a seed was sent: whether it gives this text again; if not, why not."""
@@ -288,29 +276,6 @@ class _ChunkFormat(ReplyFormat, ABC):
         """The chunk of one piece."""
 
 
-_SOME_TEXT = "\0the text\0"
-_SOME_IDS = (-1,)
-
-
-class _PlainEvent:
-    """The event of a plain piece, of which all but the text and the token ids is written once.
-
-    Args:
-        written: the event of a piece with `_SOME_TEXT` and `_SOME_IDS`.
-    """
-
-    def __init__(self, written: str) -> None:
-        self._before_text, _, rest = written.partition(to_json(_SOME_TEXT))
-        self._after_text, self._has_ids, self._after_ids = rest.partition(f'"token_ids":{to_json(_SOME_IDS)}')
-
-    def write(self, piece: ChoiceDelta) -> bytes:
-        """The event of this piece."""
-        event = self._before_text + encode_basestring_ascii(piece.text) + self._after_text
-        if self._has_ids:
-            event += f'"token_ids":[{",".join(map(str, piece.token_ids))}]{self._after_ids}'
-        return event.encode("ascii")
-
-
 class ChunkStream:
     """Writes a reply as chunks, and `[DONE]`; an error ends it without."""
 
@@ -318,17 +283,9 @@ class ChunkStream:
         self._chunks = chunks
         self._continuous_usage = continuous_usage
         self._begun = False
-        self._plain: dict[tuple[str, int, str], _PlainEvent] = {}  # by fingerprint, choice and version of the weights
 
     def piece(self, head: ReplyHead, piece: ChoiceDelta, usage: UsageNow) -> bytes:
         """The chunk of one piece."""
-        if self._begun and piece.is_plain and not (self._continuous_usage or head.with_token_kinds):
-            key = head.system_fingerprint, piece.index, piece.weight_versions[0][0]
-            if (event := self._plain.get(key)) is None:
-                example = piece._replace(text=_SOME_TEXT, token_ids=_SOME_IDS)
-                written = sse_event(self._chunks.chunk(head, example)).decode("ascii")
-                event = self._plain[key] = _PlainEvent(written)
-            return event.write(piece)
         chunks = [*([] if self._begun else self._chunks.opening(head)), self._chunks.chunk(head, piece)]
         self._begun = True
         counted = {"usage": usage().to_wire()} if self._continuous_usage else {}

@@ -55,7 +55,6 @@ class Metrics:
     def __init__(self, sink: Sink, *, model_name: str, pool: str) -> None:
         self._sink = sink
         self._common: LabelValues = (model_name, pool)
-        self._unlabelled: dict[tuple[str, Kind], Series] = {}  # series without labels of their own
 
     def count(self, name: str, value: float = 1, **labels: str) -> None:
         """Add `value` to a counter. 0 is allowed, and makes the series appear."""
@@ -101,9 +100,6 @@ class Metrics:
         self.gauge("truespec_kv_cache_usage_ratio", usage.kv_usage)
 
     def _resolve(self, name: str, kind: Kind, value: float, labels: Mapping[str, str]) -> Series:
-        known = None if labels else self._unlabelled.get((name, kind))
-        if known is not None and math.isfinite(value):
-            return known
         metric = METRICS.get(name)
         if metric is None:
             raise ValueError(f"There is no metric {name!r}; serve_app.telemetry.metric_names lists them all.")
@@ -113,10 +109,7 @@ class Metrics:
             raise ValueError(f"{name} takes the labels {list(metric.meanings)}, got {sorted(labels)}.")
         if not math.isfinite(value):
             raise ValueError(f"{name} takes finite numbers, got {value}.")
-        series = name, self._common + tuple(labels[label] for label in metric.meanings)
-        if not labels:
-            self._unlabelled[name, kind] = series
-        return series
+        return name, self._common + tuple(labels[label] for label in metric.meanings)
 
 
 @dataclass(slots=True)
