@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import write_tiny_model
 
 
@@ -17,9 +18,10 @@ def cuda() -> torch.device:
 
 @pytest.fixture(scope="session")
 def gpu_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with 512 tokens, whose heads are wide enough for tensor cores."""
-    folder = tmp_path_factory.mktemp("gpu") / "target"
-    return _write(folder, seed=0)
+    """A random Llama with 512 tokens, whose heads are wide enough for tensor cores; an EAGLE-3 head lies beside it."""
+    folder = _write(tmp_path_factory.mktemp("gpu") / "target", seed=0)
+    write_tiny_head(folder.parent / "head", folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -30,4 +32,4 @@ def stranger_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _write(folder: Path, seed: int) -> Path:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
-    return write_tiny_model(folder, seed=seed, num_key_value_heads=2, max_position_embeddings=1024, **sizes)
+    return write_tiny_model(folder, seed=seed, num_key_value_heads=2, max_position_embeddings=4096, **sizes)

@@ -15,12 +15,14 @@ from speculative.gpu.memory import graph_bytes
 from speculative.gpu.paged_attention import AttentionSizes
 from speculative.gpu.prompt_graph import prompt_sizes
 from speculative.gpu.staged_inputs import Field, StagedInputs
+from speculative.model.formats.fp8 import FORMAT
 from speculative.request import Request, SamplingParams
 from tests.support.engines import NO_DRAFTS, Answer, decoder_of, run, settings
-from tests.support.graph_scenes import PROMPTS, answers
+from tests.support.graph_scenes import LONG, PROMPTS, answers, late_prompts
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.gpu
+DTYPES = ("float32", "bfloat16")
 NEAR_TIE = 0.125  # nats: of logits below 16, two units in the last place of bfloat16
 NGRAM = DrafterConfig.of(kind="ngram", num_draft_tokens=3, ngram_min=1)
 
@@ -33,7 +35,8 @@ def gpu_engine(folder: Path, **changes: Any) -> EngineCore:
 def drafter(kind: str, folder: Path) -> DrafterConfig:
     if kind == "none":
         return NO_DRAFTS
-    return NGRAM if kind == "ngram" else DrafterConfig(kind="draft_model", model=str(folder), num_draft_tokens=3)
+    model = folder.parent / "head" if kind == "eagle3" else folder
+    return NGRAM if kind == "ngram" else DrafterConfig(kind=kind, model=str(model), num_draft_tokens=3)
 
 
 def test_a_replay_reads_what_was_sent_and_does_what_the_function_does(cuda: torch.device) -> None:
@@ -78,23 +81,37 @@ FILTERED = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["none", "ngram", "draft_model"])
+LATE = LONG | {"dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        *((kind, {"dtype": dtype}) for kind in ("none", "ngram", "draft_model", "eagle3") for dtype in DTYPES),
+        *(("eagle3", LATE | more) for more in ({}, {"quantization": "fp8"})),
+    ],
+)
 def test_replayed_steps_give_the_bits_of_eager_ones(
-    cuda: torch.device, gpu_folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str
+    cuda: torch.device, gpu_folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, changes: dict[str, Any]
 ) -> None:
-    replayed = answers(gpu_engine(gpu_folder, dtype=dtype, drafter=drafter(kind, gpu_folder)), PLAIN)
+    """Of prompts that come together; of late ones beside long contexts, in FP8, too."""
+    if "quantization" in changes and (why := FORMAT.why_not(cuda, "bfloat16", None)):
+        pytest.skip(why)
+
+    def served() -> dict[str, tuple[list[int], list[float]]]:
+        engine = gpu_engine(gpu_folder, drafter=drafter(kind, gpu_folder), **changes)
+        found = late_prompts(engine) if "block_size" in changes else answers(engine, PLAIN)
+        return {name: (one.token_ids, one.values) for name, one in found.items()}
+
+    replayed = served()
     monkeypatch.setattr("speculative.gpu.graph_step.Capturer", EagerCapturer)
-    eager = answers(gpu_engine(gpu_folder, dtype=dtype, drafter=drafter(kind, gpu_folder)), PLAIN)
-    assert {name: (one.token_ids, one.values) for name, one in replayed.items()} == {
-        name: (one.token_ids, one.values) for name, one in eager.items()
-    }
+    assert replayed == served()
 
 
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        *(("llama", kind) for kind in ("none", "ngram", "draft_model")),
+        *(("llama", kind) for kind in ("none", "ngram", "draft_model", "eagle3")),
         *(("gemma2", "draft_model"), ("gemma3", "ngram"), ("olmo2", "draft_model"), ("phi3", "draft_model")),
     ],
 )
@@ -111,13 +128,26 @@ def test_graphs_emit_what_the_plain_path_emits(
         assert answer.values == pytest.approx(plain[name].values, abs=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3"])
+def test_prompts_that_arrive_late_beside_long_contexts_get_what_the_plain_path_gives(
+    cuda: torch.device, gpu_folder: Path, kind: str
+) -> None:
+    own = drafter(kind, gpu_folder)
+    graphed, plain = (
+        late_prompts(gpu_engine(gpu_folder, drafter=own, cuda_graphs=graphs, **LONG)) for graphs in (True, False)
+    )
+    for name, answer in graphed.items():
+        assert answer.token_ids == plain[name].token_ids
+        assert answer.values == pytest.approx(plain[name].values, abs=1e-3)
+
+
 def test_reproducible_requests_say_the_same_with_and_without_speculation(cuda: torch.device, gpu_folder: Path) -> None:
     params = [SamplingParams(max_tokens=40, ignore_eos=True, reproducible=True)] * 4
     texts = [
         {name: one.token_ids for name, one in answers(gpu_engine(gpu_folder, drafter=own), params).items()}
-        for own in (NO_DRAFTS, NGRAM, drafter("draft_model", gpu_folder))
+        for own in (NO_DRAFTS, NGRAM, drafter("draft_model", gpu_folder), drafter("eagle3", gpu_folder))
     ]
-    assert texts[0] == texts[1] == texts[2]
+    assert all(one == texts[0] for one in texts)
 
 
 @pytest.mark.parametrize("kind", ["ngram", "draft_model"])

@@ -78,6 +78,28 @@ def answers(
     return found
 
 
+LONG = {"max_batched_tokens": 512, "block_size": 16, "kv_cache_tokens": 8192, "max_model_len": 4096, "max_num_seqs": 6}
+"""Settings of an engine for `late_prompts`."""
+
+
+def late_prompts(engine: EngineCore) -> dict[str, Answer]:
+    """The answers to prompts of 700 tokens, in several chunks, that arrive one by one beside sequences that decode, one
+    of them behind 3,000 tokens."""
+    random, found = np.random.default_rng(0), defaultdict[str, Answer](Answer)
+    for index, length in enumerate((3000, 40, 9, 700, 700, 700)):
+        tokens = tuple(random.integers(3, VOCABULARY, length).tolist())
+        max_tokens = 160 if index < 3 else 24
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=index % 3 / 2, logprobs=0)
+        engine.add(Request(f"r{index}", tokens, params, seed=index))
+        for _ in range(0 if index < 2 else 12 if index == 2 else 4):
+            take(found, engine.step())
+        assert index < 2 or found["r0"].finish_reason is None, "it still decodes"
+    while engine.has_work:
+        take(found, engine.step())
+    assert_idle(engine)
+    return found
+
+
 def assert_same_evidence(found: StepStats, expected: StepStats) -> None:
     """The same counts, and self-checks of as many terms, with the same sums but for the order they are added in."""
     assert found.checks.keys() == expected.checks.keys()

@@ -55,6 +55,7 @@ from tests.support.torch_operators import TorchAttend, TorchDrafts, TorchJudge, 
 
 DEVICE = torch.device("cuda:0")
 GARBAGE_ID = 2**40 + 7
+_PROPERTIES = SimpleNamespace(name="a pretended device", major=9, minor=0, total_memory=2**40)
 
 _WAITS = {
     *("item", "tolist", "cpu", "__bool__", "__int__", "__float__", "__index__", "is_nonzero"),
@@ -261,6 +262,7 @@ class PretendedCuda(TorchFunctionMode):
             "torch.cuda.current_device": lambda: 0,
             "torch.cuda.set_device": lambda device: None,
             "torch.cuda.get_device_capability": lambda *_: (9, 0),
+            "torch.cuda.get_device_properties": lambda *_: _PROPERTIES,
             "torch.cuda.device": nullcontext,
             "torch.cuda.synchronize": lambda *_: self.finish(self.downloads, [*self.uploads.values()]),
             "torch.cuda.graph_pool_handle": lambda: (0, next(self._pools)),

@@ -48,6 +48,7 @@ from tests.support.engines import (
 )
 from tests.support.graph_scenes import (
     EDITED,
+    LONG,
     PLAIN,
     PROMPTS,
     Alternating,
@@ -55,6 +56,7 @@ from tests.support.graph_scenes import (
     answers,
     assert_same,
     assert_same_evidence,
+    late_prompts,
 )
 from tests.support.graph_scenes import MIXED as ALL_WISHES
 from tests.support.pretended_cuda import GARBAGE_ID, PretendedCuda
@@ -153,17 +155,26 @@ def only_prompts_may_be_eager(engine: EngineCore, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(engine.parts.eager, "takes", watched)
 
 
-@pytest.mark.parametrize(("family", "kind"), [("gemma2", "draft_model"), ("olmo2", "eagle3"), ("phi3", "draft_model")])
-def test_models_of_other_families(family: str, kind: str, tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path / "model", family, vocab_size=64, num_hidden_layers=4)
-    drafter = folder if kind == "draft_model" else write_tiny_head(tmp_path / "head", folder)
+@pytest.mark.parametrize(
+    ("family", "kind", "is_long"),
+    [
+        *(("gemma2", "draft_model", False), ("olmo2", "eagle3", False), ("phi3", "draft_model", False)),
+        *(("llama", "draft_model", True), ("llama", "eagle3", True)),
+    ],
+)
+def test_models_of_other_families_and_the_long_scene_of_the_gpus_tests(
+    family: str, kind: str, is_long: bool, tmp_path: Path
+) -> None:
+    longest = {"max_position_embeddings": 4096}
+    folder = write_tiny_model(tmp_path / "model", family, vocab_size=64, num_hidden_layers=4, **longest)
+    model = folder if kind == "draft_model" else write_tiny_head(tmp_path / "head", folder)
+    own = DrafterConfig(kind=kind, model=str(model), num_draft_tokens=3)
+    base = {"drafter": own, "self_check_sample_rate": 1.0, **(LONG if is_long else {"max_num_seqs": 4})}
 
     def load(**changes: Any) -> EngineCore:
-        own = DrafterConfig.of(kind=kind, model=str(drafter), num_draft_tokens=3)
-        config = settings(max_num_seqs=4, drafter=own, self_check_sample_rate=1.0, **changes)
-        return load_engine(folder, config, make_constraint=lambda _: Alternating())
+        return load_engine(folder, settings(**base, **changes), make_constraint=lambda _: Alternating())
 
-    assert_same(*on_both(lambda load: answers(load(), MIXED), load))
+    assert_same(*on_both(lambda load: late_prompts(load()) if is_long else answers(load(), MIXED), load))
 
 
 @pytest.mark.parametrize("name", ["ngram", "eagle3"])

@@ -1,7 +1,11 @@
 """Sampling drafts from a drafter's logits: Triton's kernels (in Triton's interpreter) against what a draft is by
 definition."""
 
+import importlib
+import inspect
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,6 +79,33 @@ def test_uniforms_meet_the_edges_of_equal_tokens(sample: SampleDrafts) -> None:
     given.fields.uniforms[OFFSET] = torch.cat([edges - EDGE, edges + EDGE]) / len(possible)
     found = given.sample(sample).columns.unflatten(0, (NUM_DRAFTS, 12))[OFFSET]
     assert found.tolist() == possible[torch.cat([edges - 1, edges]).long()].tolist()
+
+
+@pytest.mark.parametrize(
+    ("exact", "rounded"),
+    [
+        ("tl.sum(mass.to(tl.float64), axis=0)", "tl.sum(mass, axis=0)"),
+        ("tl.where(inside, found, 0.0).to(tl.float64)", "tl.where(inside, found, 0.0)"),
+        (
+            "masses = torch.empty((num_rows, num_blocks), dtype=torch.float64",
+            "masses = torch.empty((num_rows, num_blocks)",
+        ),
+    ],
+)
+def test_masses_that_are_added_up_in_float32_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, poisoned: None, exact: str, rounded: str
+) -> None:
+    from speculative.gpu import triton_drafts
+
+    source = inspect.getsource(triton_drafts)
+    assert source.count(exact) == 1
+    (tmp_path / "faulty_drafts.py").write_text(source.replace(exact, rounded))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "faulty_drafts", raising=False)
+    faulty = importlib.import_module("faulty_drafts")
+    faulty.BLOCK = BLOCK
+    with pytest.raises(AssertionError):
+        assert_sampled(draft_scene(9, WIDTH), faulty.triton_drafts)
 
 
 @pytest.mark.parametrize("damage", [torch.nan, torch.inf, -torch.inf])
