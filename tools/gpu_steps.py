@@ -1,32 +1,29 @@
-"""Steps of engines with random weights, in the shapes of real models, beside the bytes that they must read.
+"""Engines with random weights in the shapes of real models, measured beside the bytes that they must read.
 
-    python -m tools.gpu_steps machine
-    python -m tools.gpu_steps steps SHAPE...      SHAPE: tiny, 135m, 8b
-    python -m tools.gpu_steps profile SHAPE...
-    python -m tools.gpu_steps host SHAPE...
-    python -m tools.gpu_steps prompts SHAPE...
+    python -m tools.gpu_steps PART... [--shape SHAPE]      SHAPE: 8b or tiny
 
-No model is needed. Without a GPU the CPU computes, which shows that the commands work, and nothing else.
+Each figure is a line, printed at once; the first line names the machine, the day and the commit. Without a GPU the CPU
+computes, which shows that the commands work and nothing else; `attention` then needs Triton's interpreter.
 """
 
-import cProfile
 import dataclasses
 import functools
-import pstats
-import shutil
-import sys
+import gc
+import json
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.profiler import ProfilerActivity, profile
 
-from serve_app.versions import version_of
 from speculative.assembly import Assembly
 from speculative.config import KINDS_WITH_WEIGHTS, DrafterConfig, EngineConfig
 from speculative.drafting.head_drafters import Eagle3DraftModel
@@ -34,52 +31,57 @@ from speculative.engine import EngineCore
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 from speculative.model.eagle3 import Eagle3Config, Eagle3Head
-from speculative.model.rotary import Rope
-from speculative.request import Request, SamplingParams
+from speculative.model.formats import Format
+from speculative.model.formats.fp8 import FORMAT
+from speculative.model.fp8 import E4M3, quantize_rows
+from speculative.request import Request, SamplingParams, TokenDelta
+from tools.bench.workers.channel import BatchOfPrompts
+from tools.provenance import mark
 
-_LLAMA: dict[str, Any] = {"architecture": "LlamaForCausalLM", "rms_norm_eps": 1e-5}
-_SMALL = {"num_layers": 30, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "tie_word_embeddings": True}
-_LARGE = {"num_layers": 32, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "tie_word_embeddings": False}
-_TINY = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "tie_word_embeddings": True}
+_LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 5e5}
+_LLAMA |= {"torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
+_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 8192}
+_TINY_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": _TINY | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 512},
-    "135m": _SMALL
-    | {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "max_position_embeddings": 8192},
-    "8b": _LARGE
-    | {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 8192},
+    "8b": _HEADS | {"num_hidden_layers": 32, "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336},
+    "tiny": _TINY_HEADS | {"num_hidden_layers": 2, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96},
 }
-_STEPS = 40
-_WARM_STEPS = 6
+"""A config.json's fields beside Llama's own."""
+_STEPS = 30
 _DRAFTED_TOKENS = 32000  # of a head's vocabulary, as heads for Llama 3 have them
+_GREEDY = {"temperature": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Streams of a context each. drafter: a kind without weights, or `eagle3` for a head with random ones; params: of
-    every request, beside the defaults."""
+    """Streams of a context each; an `eagle3` head has random weights. drafts: at most, of a round."""
 
     streams: int
     context: int
-    drafter: str
-    params: dict[str, Any]
+    drafter: str = "none"
+    params: dict[str, Any] = field(default_factory=dict)
+    drafts: int = 3
 
 
 def loads(shape: str) -> list[Load]:
     """The loads that a shape is measured with."""
-    greedy: dict[str, Any] = {"temperature": 0.0}
     if shape == "tiny":
-        return [Load(2, 64, "none", {}), Load(2, 64, "ngram", greedy), Load(2, 64, "eagle3", {})]
-    alone = [Load(1, 256, "none", {}), Load(1, 256, "none", {"top_p": 0.9}), Load(1, 256, "ngram", greedy)]
-    many = [Load(streams, context, "none", {}) for streams, context in ((16, 256), (64, 256), (64, 1500))]
-    many += [Load(64, 256, "none", {"top_p": 0.9}), Load(64, 256, "ngram", greedy)]
-    heads = [Load(streams, 256, "eagle3", params) for streams in (1, 64) for params in ({}, {"top_p": 0.9})]
-    return [*alone, *many, *heads]
+        return [Load(2, 40), Load(2, 40, "ngram", _GREEDY), Load(2, 40, "eagle3")]
+    plain = [Load(*one) for one in ((1, 256), (16, 256), (64, 256), (64, 1500), (256, 256))]
+    filtered = [Load(streams, 256, params={"top_p": 0.9}) for streams in (1, 64)]
+    heads = [Load(streams, 256, "eagle3") for streams in (1, 16, 64)]
+    lookups = [Load(64, 256, "ngram", params, 4) for params in ({}, _GREEDY)]  # what `truespec serve` drafts by default
+    return [*plain, *filtered, *heads, *lookups]
 
 
-def make_decoder(shape: str, device: torch.device) -> Decoder:
-    """A decoder with random weights."""
-    config = ModelConfig(**_LLAMA, **SHAPES[shape], rope=Rope.plain(5e5, SHAPES[shape]["head_dim"]), eos_token_ids=(2,))
-    decoder = Decoder(config, dtype=torch.bfloat16, device=device).eval()
+_MANY = Load(64, 256)
+_FOUR_TOKENS = SamplingParams(max_tokens=4, ignore_eos=True)
+
+
+def make_decoder(shape: str, device: torch.device, weights: Format | None = None) -> Decoder:
+    """A decoder with random weights, in a format."""
+    config = ModelConfig.from_json(_LLAMA | SHAPES[shape])
+    decoder = Decoder(config, weights=weights, dtype=torch.bfloat16, device=device).eval()
     torch.manual_seed(0)
     _fill_randomly(decoder)
     return decoder
@@ -102,61 +104,60 @@ def make_head(decoder: Decoder) -> Eagle3DraftModel:
 
 def _fill_randomly(network: nn.Module) -> None:
     with torch.no_grad():
-        for name, parameter in network.named_parameters():
-            if name.endswith("norm.weight"):
+        own = dict(network.named_parameters())
+        for name, parameter in own.items():
+            if parameter.dtype == E4M3:
+                values = torch.zeros(parameter.shape, dtype=torch.bfloat16, device=parameter.device).normal_(0, 0.02)
+                for part, found in zip((name, f"{name}_scale"), quantize_rows(values), strict=True):
+                    own[part].copy_(found)
+            elif name.endswith("norm.weight"):
                 parameter.fill_(1.0)
-            else:
+            elif not name.endswith("weight_scale"):
                 parameter.normal_(0, 0.02)
 
 
-def start(decoder: Decoder, load: Load) -> EngineCore:
-    """An engine in which all streams decode."""
-    model, on_gpu = decoder.config, decoder.device.type == "cuda"
+def make_engine(decoder: Decoder, load: Load, *, spare: int = 0) -> EngineCore:
+    """An engine for the streams of a load, and `spare` others."""
     head = make_head(decoder) if load.drafter in KINDS_WITH_WEIGHTS else None
-    drafter = DrafterConfig(kind=load.drafter, model=None if head is None else "random", num_draft_tokens=3)
+    model = None if head is None else "random"
+    drafter = DrafterConfig(kind=load.drafter, model=model, num_draft_tokens=load.drafts)
+    on_gpu, num_seqs = decoder.device.type == "cuda", load.streams + spare
     config = EngineConfig(
         dtype="bfloat16",
         device=str(decoder.device),
-        max_num_seqs=load.streams,
+        max_num_seqs=num_seqs,
         drafter=drafter,
-        max_batched_tokens=max(2048, load.streams * 4),
-        kv_cache_tokens=max(load.streams * 2048, 8192) if on_gpu else 4096,
+        max_batched_tokens=max(2048 if on_gpu else 64, num_seqs * (1 + load.drafts)),
+        kv_cache_tokens=max(num_seqs * 2304, 16384) if on_gpu else 4096,
         prefix_caching=False,
     )
-    engine = EngineCore(Assembly(decoder, model, config, draft_model=head))
-    longest = min(800, model.max_position_embeddings - load.context - 8)
+    return EngineCore(Assembly(decoder, decoder.config, config, draft_model=head))
+
+
+def request_of(engine: EngineCore, name: str, length: int, params: SamplingParams, seed: int = 0) -> Request:
+    """A request with a random prompt."""
+    tokens = torch.randint(3, engine.model.vocab_size, (length,), generator=torch.Generator().manual_seed(seed))
+    return Request(name, tuple(tokens.tolist()), params, seed=seed)
+
+
+def start(decoder: Decoder, load: Load, *, spare: int = 0) -> EngineCore:
+    """An engine in which all streams decode."""
+    engine = make_engine(decoder, load, spare=spare)
+    longest = min(800, engine.max_model_len - load.context - 8)
     params = SamplingParams(max_tokens=longest, ignore_eos=True, **load.params)
-    random = torch.Generator().manual_seed(0)
     for number in range(load.streams):
-        tokens = torch.randint(3, model.vocab_size, (load.context,), generator=random).tolist()
-        engine.add(Request(f"stream-{number}", tuple(tokens), params, seed=number))
+        engine.add(request_of(engine, f"stream-{number}", load.context, params, number))
     decoding = set[str]()
     while len(decoding) < load.streams:
         decoding |= {delta.request_id for delta in engine.step() if delta.token_ids}
-    for _ in range(_WARM_STEPS):
+    for _ in range(6):  # until it is warm
         engine.step()
     return engine
 
 
-def floor_s(decoder: Decoder, load: Load, bytes_per_s: float) -> float:
-    """Seconds in which the weights and the keys and values in use can be read at all."""
-    model = decoder.config
-    weights = sum(parameter.numel() for parameter in decoder.parameters())
-    weights -= 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size  # rows of it are looked up
-    cache = load.streams * load.context * model.num_layers * 2 * model.num_kv_heads * model.head_dim
-    return 2 * (weights + cache) / bytes_per_s
-
-
-def copied_bytes_per_s(device: torch.device) -> float:
-    """Return the speed of a copy, counted both ways."""
-    source = torch.ones(1 << (29 if device.type == "cuda" else 24), dtype=torch.bfloat16, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / seconds(lambda: target.copy_(source), device)
-
-
 def seconds(function: Callable[[], Any], device: torch.device, repeats: int = 10) -> float:
     """The mean time of a function's work on a device."""
-    for _ in range(3):
+    for _ in range(min(3, repeats)):
         function()
     _wait(device)
     began = time.perf_counter()
@@ -166,140 +167,216 @@ def seconds(function: Callable[[], Any], device: torch.device, repeats: int = 10
     return (time.perf_counter() - began) / repeats
 
 
-def _multiply(hidden: Tensor, weights: list[Tensor]) -> list[Tensor]:
-    return [functional.linear(hidden, weight) for weight in weights]
-
-
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@click.group()
-def main() -> None:
-    """Measure steps of engines with random weights."""
-
-
-@main.command()
-def machine() -> None:
-    """Say what this machine is, and what its memory and its products reach."""
-    device = _device()
-    packages = ("torch", "triton", "transformers", "numpy", "truespec")
-    versions = ", ".join(f"{name} {version_of(name)}" for name in packages)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU"
-    click.echo(f"{name}; Python {sys.version.split()[0]}, {versions}, C compiler {shutil.which('gcc') or 'none'}")
-    click.echo(f"copy: {copied_bytes_per_s(device) / 1e12:.2f} TB/s")
-    outputs, inputs = (28672, 4096) if device.type == "cuda" else (256, 256)
-    weights = [torch.ones((outputs, inputs), dtype=torch.bfloat16, device=device) for _ in range(4)]  # out of the cache
-    for rows in (1, 2, 4, 8, 16, 64, 128, 256):
-        hidden = torch.ones((rows, inputs), dtype=torch.bfloat16, device=device)
-        took = seconds(functools.partial(_multiply, hidden, weights), device) / len(weights)
-        speed = weights[0].nbytes / took / 1e12
-        click.echo(f"product {rows} x {inputs} -> {outputs}: {took * 1e6:.0f} us, {speed:.2f} TB/s")
-
-
-@main.command()
-@click.argument("shapes", nargs=-1, type=click.Choice(list(SHAPES)), required=True)
-def steps(shapes: tuple[str, ...]) -> None:
-    """Measure steps beside the least time that their bytes take."""
-    device = _device()
-    bytes_per_s = copied_bytes_per_s(device)
-    for shape in shapes:
-        decoder = make_decoder(shape, device)
-        for load in loads(shape):
-            engine, times = start(decoder, load), list[float]()
-            _wait(device)
-            host = time.thread_time()
-            for _ in range(_STEPS):
-                began = time.perf_counter()
-                engine.step()
-                times.append(time.perf_counter() - began)
-            host = (time.thread_time() - host) / _STEPS
-            median, floor = sorted(times)[_STEPS // 2], floor_s(decoder, load, bytes_per_s)
-            click.echo(
-                f"{shape} {load.streams} x {load.context} {load.drafter} {load.params or ''}: {median * 1e3:.2f} ms, "
-                f"CPU time of the thread {host * 1e3:.2f} ms, floor {floor * 1e3:.3f} ms, {floor / median:.0%} of it"
-            )
-
-
-@main.command("profile")
-@click.argument("shapes", nargs=-1, type=click.Choice(list(SHAPES)), required=True)
-def profile_steps(shapes: tuple[str, ...]) -> None:
-    """Show the time of each kernel in eight steps."""
-    device = _device()
-    on_gpu = device.type == "cuda"
-    for shape in shapes:
-        decoder = make_decoder(shape, device)
-        for load in _profiled(shape):
-            engine = start(decoder, load)
-            with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as found:
-                for _ in range(8):
-                    engine.step()
-                _wait(device)
-            key = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
-            click.echo(f"{shape}, {load.streams} x {load.context}, {load.drafter}, 8 steps")
-            click.echo(found.key_averages().table(sort_by=key, row_limit=28, max_name_column_width=60))
-
-
-@main.command()
-@click.argument("shapes", nargs=-1, type=click.Choice(list(SHAPES)), required=True)
-def host(shapes: tuple[str, ...]) -> None:
-    """Show the host's functions in which most of a step's time passes."""
-    device = _device()
-    for shape in shapes:
-        decoder = make_decoder(shape, device)
-        for load in _profiled(shape):
-            engine, found = start(decoder, load), cProfile.Profile()
-            found.enable()
-            for _ in range(_STEPS):
-                engine.step()
-            found.disable()
-            click.echo(f"{shape}, {load.streams} x {load.context}, {load.drafter}, {_STEPS} steps")
-            pstats.Stats(found).sort_stats("tottime").print_stats(28)
-
-
-@main.command()
-@click.argument("shapes", nargs=-1, type=click.Choice(list(SHAPES)), required=True)
-def prompts(shapes: tuple[str, ...]) -> None:
-    """Measure the first token of prompts beside the least time that their products take."""
-    device = _device()
-    size = 8192 if device.type == "cuda" else 512
-    square = torch.ones((size, size), dtype=torch.bfloat16, device=device)
-    operations_per_s = 2 * size**3 / seconds(lambda: square @ square, device)
-    for shape in shapes:
-        decoder = make_decoder(shape, device)
-        engine = start(decoder, Load(1, 64, "none", {}))
-        engine.abort("stream-0")
-        for length in (64, 256) if shape == "tiny" else (256, 1024, 4096):
-            times = sorted(_first_token_s(engine, length) for _ in range(5))
-            layers = sum(parameter.numel() for parameter in decoder.layers.parameters())
-            floor = 2 * layers * length / operations_per_s
-            click.echo(
-                f"{shape} prompt of {length}: {times[2] * 1e3:.1f} ms, floor {floor * 1e3:.1f} ms, "
-                f"{floor / times[2]:.0%} of it"
-            )
-
-
-def _first_token_s(engine: EngineCore, length: int) -> float:
-    tokens = torch.randint(3, engine.model.vocab_size, (length,)).tolist()
-    _wait(engine.device)
+def timed_ms(function: Callable[[], Any], device: torch.device) -> float:
+    """Milliseconds of a call, and of the device's work that it leaves behind."""
     began = time.perf_counter()
-    engine.add(Request("prompt", tuple(tokens), SamplingParams(max_tokens=1)))
+    function()
+    _wait(device)
+    return (time.perf_counter() - began) * 1e3
+
+
+def measure(label: str, decoder: Decoder, load: Load, bytes_per_s: float) -> None:
+    """Print the median step of a load."""
+    began = time.perf_counter()
+    engine = start(decoder, load)
+    started, times, num_tokens = time.perf_counter() - began, list[float](), 0
+    _wait(decoder.device)
+    host = time.thread_time()
+    for _ in range(_STEPS):
+        began = time.perf_counter()
+        num_tokens += sum(len(delta.token_ids) for delta in engine.step())
+        times.append(time.perf_counter() - began)
+    host = (time.thread_time() - host) / _STEPS
+    model, median = decoder.config, sorted(times)[_STEPS // 2]
+    read = sum(one.nbytes for one in decoder.parameters()) - decoder.embedding.nbytes  # of which rows are looked up
+    read += load.streams * load.context * model.num_layers * 4 * model.num_kv_heads * model.head_dim  # keys and values
+    floor = read / bytes_per_s
+    graphs = engine.parts.graphs.capturer.num_captured if engine.parts.graphs else 0
+    click.echo(
+        f"{label} {load}: {median * 1e3:.2f} ms, {num_tokens / sum(times):.0f} tokens/s, CPU time of the thread "
+        f"{host * 1e3:.2f} ms, floor {floor * 1e3:.3f} ms, {floor / median:.0%} of it; {graphs} graphs, started in "
+        f"{started:.1f} s"
+    )
+    del engine
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+# -- the parts ------------------------------------------------------------------------------------------------------
+
+
+def attention(shape: str, device: torch.device) -> None:
+    """Measure decoding attention by its warps, and by the stages of its loads."""
+    from speculative.gpu import triton_attention
+    from speculative.gpu.capture import Capturer
+    from speculative.gpu.paged_attention import AttentionSizes, PagedRows
+
+    model, ones = ModelConfig.from_json(_LLAMA | SHAPES[shape]), functools.partial(torch.ones, device=device)
+    cases = ((64, 1500, 1), (64, 256, 1), (64, 256, 4), (1, 256, 1), (1, 4096, 1))
+    for streams, context, queries in ((2, 40, 4),) if shape == "tiny" else cases:
+        sizes = AttentionSizes(16, queries, -(-context // 16))
+        blocks = torch.arange(streams * sizes.max_blocks, device=device).view(streams, -1)
+        caches = ones((4, 2, blocks.numel() * 16, model.num_kv_heads, model.head_dim), dtype=torch.bfloat16)
+        query = ones((streams * queries, model.num_heads, model.head_dim), dtype=torch.bfloat16)
+        visible = torch.full((len(query),), context, device=device)
+        rows, moved = PagedRows(visible - 1, visible, blocks), caches[0].nbytes
+        for warps, stages in product((2, 4, 8), (2, 3)):
+            changes: dict[str, Any] = {"STAGES": stages, "warps_for": lambda *_, warps=warps: warps}
+            with mock.patch.multiple(triton_attention, **changes):
+                attend = functools.partial(triton_attention.TritonAttend(sizes), query, rows=rows)
+                replay = Capturer(device).capture(functools.partial(_attend_all, attend, caches))
+                took = seconds(replay, device, 1 if shape == "tiny" else 20) / len(
+                    caches
+                )  # more than the L2 cache holds
+            click.echo(
+                f"{shape} attention of {streams} x {context}, {queries} rows, {warps} warps, {stages} stages: "
+                f"{took * 1e6:.1f} us a layer, {moved / took / 1e12:.2f} TB/s"
+            )
+
+
+def _attend_all(attend: Callable[..., Tensor], caches: Tensor) -> list[Tensor]:
+    return [attend(keys=cache[0], values=cache[1]) for cache in caches.unbind(0)]
+
+
+def steps(shape: str, device: torch.device, weights: Format | None = None) -> None:
+    """Measure steps beside the least time that their bytes take."""
+    decoder, label = make_decoder(shape, device, weights), shape if weights is None else f"{shape} in {weights.name}"
+    source = torch.ones(1 << (24 if shape == "tiny" else 29), dtype=torch.bfloat16, device=device)
+    copy = functools.partial(torch.empty_like(source).copy_, source)
+    bytes_per_s = 2 * source.nbytes / seconds(copy, device)
+    for load in loads(shape):
+        measure(label, decoder, load, bytes_per_s)
+
+
+def mixed(shape: str, device: torch.device) -> None:
+    """Measure steps of decoding streams beside prompts that come one after the other, and alone."""
+    decoder, (load, length) = make_decoder(shape, device), (Load(2, 40), 60) if shape == "tiny" else (_MANY, 2000)
+    for kind in ("none", "eagle3"):
+        engine = start(decoder, dataclasses.replace(load, drafter=kind), spare=1)
+        alone, beside = sorted(timed_ms(engine.step, device) for _ in range(20)), list[float]()
+        for number in range(8):
+            engine.add(request_of(engine, f"prompt-{number}", length, SamplingParams(max_tokens=1), number))
+            beside += [timed_ms(engine.step, device) for _ in range(3)]  # a chunk, the last rows, and what catches up
+        parts = ", then ".join(f"{sorted(beside[turn::3])[4]:.2f} ms" for turn in range(3))
+        click.echo(f"{shape} {load}, {kind}: alone {alone[10]:.2f} ms; beside a prompt of {length}: {parts}")
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _answer_prompt(engine: EngineCore, length: int, hold: int = 0) -> None:
+    """Compute a prompt and its first token, and hold its state after so many tokens."""
+    params = _FOUR_TOKENS if hold else SamplingParams(max_tokens=1)
+    engine.add(request_of(engine, "prompt", length, params), prefill_only_after=hold or None)
     while engine.has_work:
         engine.step()
-    return time.perf_counter() - began
 
 
-def _profiled(shape: str) -> list[Load]:
-    filtered = {"top_p": 0.9}
-    if shape == "tiny":
-        return [Load(2, 64, "none", filtered)]
-    plain = [Load(streams, context, "none", filtered) for streams, context in ((1, 256), (64, 1500))]
-    return [*plain, Load(1, 256, "eagle3", filtered), Load(64, 256, "eagle3", filtered)]
+def handoff(shape: str, device: torch.device) -> None:
+    """Measure prompts, and what their handoff costs the sender and the receiver, whose streams decode."""
+    load, lengths = (Load(2, 40), (20, 200)) if shape == "tiny" else (_MANY, (256, 1024, 4096))
+    decoder = make_decoder(shape, device)
+    sender, receiver = make_engine(decoder, Load(1, lengths[-1])), start(decoder, load, spare=1)
+    alone = sorted(timed_ms(receiver.step, device) for _ in range(20))
+    with ThreadPoolExecutor(1) as thread:
+        for length in (lengths[-1], *lengths):  # the first is the first
+            answer = functools.partial(_answer_prompt, sender, length)
+            prompt = sorted(timed_ms(answer, device) for _ in range(5))[2]
+            kept = timed_ms(functools.partial(answer, hold=1), device)
+            marks, own, beside = [time.perf_counter()], list[TokenDelta](), list[float]()
+            export = sender.export("prompt")
+            marks.append(time.perf_counter())
+            blob = thread.submit(export.finish).result()
+            marks.append(time.perf_counter())
+            unpacked = thread.submit(receiver.unpack, blob)
+            while not unpacked.done():
+                beside.append(timed_ms(receiver.step, device))
+            marks.append(time.perf_counter())
+            receiver.insert(request_of(receiver, "prompt", length, _FOUR_TOKENS), unpacked.result())
+            marks.append(time.perf_counter())
+            while not own or own[-1].finish_reason is None:
+                began = time.perf_counter()
+                own += [delta for delta in receiver.step() if delta.request_id == "prompt"]
+                _wait(device)
+                beside.append((time.perf_counter() - began) * 1e3)
+                marks += [time.perf_counter()] if own and len(marks) == 5 else []
+            names = ("export", "its end", "unpack", "insert", "first token")
+            parts = [f"{name} {(b - a) * 1e3:.2f} ms" for name, (a, b) in zip(names, pairwise(marks), strict=True)]
+            click.echo(
+                f"{shape} handoff of {length} tokens, {blob.nbytes / 2**20:.0f} MiB: prompt {prompt:.1f} ms, and "
+                f"{kept:.1f} ms to be held; {', '.join(parts)}; steps of {load}: {alone[10]:.2f} ms alone, "
+                f"{alone[-1]:.2f} ms at most, {max(beside):.2f} ms at most beside it"
+            )
+
+
+def peer(shape: str, device: torch.device) -> None:
+    """Measure steps of vLLM, or of transformers where vLLM does not start, with random weights in the same shape."""
+    try:
+        name, step_ms = _vllm(shape)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        click.echo(f"no vLLM: {error}")
+        name, step_ms = _transformers(shape, device)
+    random = torch.Generator().manual_seed(0)
+    for load in (one for one in loads(shape) if one.drafter == "none" and not one.params):
+        tokens = torch.randint(3, SHAPES[shape]["vocab_size"], (load.streams, load.context), generator=random)
+        click.echo(f"{shape} {name} {load}: {step_ms(tokens.tolist()):.2f} ms")
+
+
+StepMs = Callable[[list[list[int]]], float]
+
+
+def _vllm(shape: str) -> tuple[str, StepMs]:
+    from tools.bench.workers.vllm_engine import Vllm
+
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(_LLAMA | SHAPES[shape]), encoding="utf-8")
+    llm = {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16"}
+    llm |= {"compilation_config": {"cudagraph_capture_sizes": [1, 16, 64, 256]}, "enable_prefix_caching": False}
+    engine = Vllm({"llm": llm})
+
+    def step_ms(tokens: list[list[int]]) -> float:
+        ask = BatchOfPrompts(tokens, 1 + _STEPS, temperature=1.0, seed=0)
+        return float(engine.run(ask)["decode_s"] / _STEPS * 1e3)
+
+    return f"vLLM {engine.versions['vllm']}", step_ms
+
+
+def _transformers(shape: str, device: torch.device) -> tuple[str, StepMs]:
+    import transformers
+
+    config = transformers.LlamaConfig(**_LLAMA | SHAPES[shape], attn_implementation="sdpa")
+    with device:
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    settings = transformers.GenerationConfig(max_new_tokens=8 + _STEPS, do_sample=True, eos_token_id=-1)
+
+    def step_ms(tokens: list[list[int]]) -> float:
+        found = model.generate_batch(tokens, generation_config=settings, record_timestamps=True)
+        stamps = next(iter(found.values())).timestamps
+        return float((stamps[-1] - stamps[-1 - _STEPS]) / _STEPS * 1e3)
+
+    return f"transformers {transformers.__version__}", step_ms
+
+
+PARTS: dict[str, Callable[[str, torch.device], None]] = {
+    **{one.__name__: one for one in (attention, steps, mixed, handoff, peer)},
+    "fp8": functools.partial(steps, weights=FORMAT),
+}
+
+
+@click.command()
+@click.argument("parts", nargs=-1, type=click.Choice(list(PARTS)), required=True)
+@click.option("--shape", type=click.Choice(list(SHAPES)), default="8b", help="Of the models; tiny, on a CPU too.")
+def main(parts: tuple[str, ...], shape: str) -> None:
+    """Measure engines with random weights."""
+    click.echo(mark())
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for part in parts:
+        PARTS[part](shape, device)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ _REPORTING_FLAGS = (
     *("amx_tile", "amx_bf16", "amx_int8"),
     *("asimd", "sve"),
 )
+COMMIT = Path("build/gpu-parts/commit")  # where a tree that travels without its history says it
 _LIBRARIES = ("truespec", "torch", "ray", "transformers", "numpy")
 
 
@@ -29,7 +30,7 @@ def provenance() -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command_line(),
-        "commit": _commit(),
+        "commit": commit(),
         "cpu": cpu.get("model name", platform.processor() or platform.machine()),
         "cpu_flags": [flag for flag in _REPORTING_FLAGS if flag in cpu.get("flags", cpu.get("Features", "")).split()],
         "cores": os.cpu_count() or 1,
@@ -40,6 +41,13 @@ def provenance() -> dict[str, Any]:
         "versions": {name: version_of(name) for name in _LIBRARIES},
         "others_before": Others.now(),
     }
+
+
+def mark() -> str:
+    """A line for figures that are printed one by one: their day, commit, device and versions."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    python = f"Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{now}, commit {commit() or 'unknown'}, {_gpu() or 'no GPU'}, {python}"
 
 
 def command_line() -> str:
@@ -95,9 +103,12 @@ def _driver() -> str:
     return next(iter(reported.stdout.split()), "unknown")
 
 
-def _commit() -> str:
-    """The commit of the source tree, with `+` when it was edited since; empty where this is no checkout."""
+def commit() -> str:
+    """Return the commit of the source tree, with `+` when it was edited since. Of a tree that travelled without its
+    history it is the one that was written down; empty where nothing is known."""
     folder = Path(__file__).parent
+    if not (folder.parent / ".git").exists() and COMMIT.exists():
+        return COMMIT.read_text(encoding="utf-8").strip()
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude", "*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

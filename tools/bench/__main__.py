@@ -25,7 +25,7 @@ from tools.bench.command import BenchOptions, run_command
     help="Use these kinds of prompts; 1000-tokens are prompts of that length.",
 )
 @click.option("--prompts", type=click.Path(path_type=Path), help="Read prompts from this JSON file: a list per kind.")
-@click.option("--streams", help="Answer this many prompts at once.  [default: 1,4,16; with --gpu 1,4,16,64]")
+@click.option("--streams", default="1,4,16", show_default=True, help="Answer this many prompts at once.")
 @click.option("--temperatures", default="0,1", show_default=True, help="Measure at these temperatures.")
 @click.option(
     "--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Measure every engine this many times."
@@ -54,11 +54,7 @@ from tools.bench.command import BenchOptions, run_command
     "where they are new, or were answered just before.",
 )
 @click.option("--together", is_flag=True, help="Run truespec's engines in one process, on one copy of the weights.")
-@click.option(
-    "--gpu",
-    is_flag=True,
-    help="Run truespec's engines on a GPU: off, n-gram, the head; with CUDA graphs and without.",
-)
+@click.option("--gpu", is_flag=True, help="Run truespec's engines on a GPU.")
 @click.option("--head", help="A trained head, for eagle3 and dynamic.")
 @click.option("--draft-model", help="A draft model, for draft_model.")
 @click.option(

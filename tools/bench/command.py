@@ -20,14 +20,11 @@ from speculative.config import models_folder
 from speculative.errors import ConfigError
 from speculative.model.catalogue import CATALOGUE, download_gguf
 from speculative.model.loading import resolve_model
-from tools.bench.engines import LLAMA, VLLM, default_names, gpu_names
+from tools.bench.engines import LLAMA, VLLM, default_names
 from tools.bench.plan import BenchPlan, EngineName, Measure
 from tools.bench.report import print_report, write_markdown
 from tools.bench.rounds import BenchResult, run_bench
 from tools.provenance import provenance
-
-_STREAMS = {False: "1,4,16", True: "1,4,16,64"}  # with --gpu and without
-_SHIPPED_HEADS = {"smollm2-135m": "smollm2-135m-eagle3"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +35,7 @@ class BenchOptions:
     engines: str | None
     kinds: str
     prompts: Path | None
-    streams: str | None
+    streams: str
     temperatures: str
     rounds: int
     tokens: int
@@ -98,8 +95,7 @@ def make_plan(options: BenchOptions, view: View) -> BenchPlan:
             "--gpu: torch sees no CUDA device here; run it on a machine that has one, with a CUDA build of torch "
             f"(this one is {torch.__version__})."
         )
-    head = options.head or (_SHIPPED_HEADS.get(options.model) if options.gpu else None)
-    names = _words(options.engines) or (gpu_names(head) if options.gpu else default_names(head, options.draft_model))
+    names = _words(options.engines) or default_names(options.head, options.draft_model)
     against = _words(options.against) or names[:1]
     threads = [len(os.sched_getaffinity(0))]
     if options.threads is not None:
@@ -111,13 +107,12 @@ def make_plan(options: BenchOptions, view: View) -> BenchPlan:
     gguf = options.gguf
     if gguf is None and any(engine.family == LLAMA for engine in engines):
         gguf = _find_gguf(options.model, folder, view)
-    streams = _STREAMS[options.gpu] if options.streams is None else options.streams
     pythons = {LLAMA: options.llama_python, VLLM: options.vllm_python}
     return BenchPlan(
         model=folder,
         engines=engines,
         prompts=read_prompts(folder, tuple(_some_words("--kinds", options.kinds)), options.prompts),
-        streams=tuple(_integer("--streams", word) for word in _some_words("--streams", streams)),
+        streams=tuple(_integer("--streams", word) for word in _some_words("--streams", options.streams)),
         temperatures=tuple(_temperature(word) for word in _some_words("--temperatures", options.temperatures)),
         rounds=options.rounds,
         tokens=options.tokens,
@@ -127,7 +122,7 @@ def make_plan(options: BenchOptions, view: View) -> BenchPlan:
         measure=options.measure,
         together=options.together,
         gguf=gguf,
-        head=head and str(resolve_model(head, SHIPPED_HEADS)),
+        head=options.head and str(resolve_model(options.head, SHIPPED_HEADS)),
         draft_model=options.draft_model and str(resolve_model(options.draft_model)),
         pythons={family: python for family, python in pythons.items() if python is not None},
     )

@@ -109,13 +109,6 @@ def default_names(head: str | None, draft_model: str | None) -> list[str]:
     return [*names, "vllm/off", "vllm/ngram", *(["vllm/draft_model"] if draft_model else [])]
 
 
-def gpu_names(head: str | None) -> list[str]:
-    """Return what `--engines` stands for with `--gpu`: plain decoding, n-grams and the head, and without captured
-    graphs."""
-    kinds = ["off", "ngram", *(["eagle3"] if head else [])]
-    return [f"ours/{kind}" for kind in kinds] + [f"ours/{kind}:graphs=no" for kind in kinds]
-
-
 def _ours(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
     options = _Options(name)
     drafter = _drafter(plan, name, name.variant, options)
