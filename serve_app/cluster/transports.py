@@ -13,7 +13,7 @@ MOST_BYTES = 3 * 2**20  # of a message; gRPC takes 4 MiB
 class HandoffTransport(Protocol):
     """One side packs, the other unpacks; both run in replicas of one application, with the same transport."""
 
-    def pack(self, handoff: Handoff) -> Any:
+    async def pack(self, handoff: Handoff) -> Any:
         """Make a handoff ready to travel as part of a prefill replica's reply; only the same transport understands
         it."""
         ...
@@ -35,7 +35,7 @@ class ReplyTransport:
     def __init__(self, most_inline: int = 0) -> None:
         self._most_inline = most_inline
 
-    def pack(self, handoff: Handoff) -> Any:
+    async def pack(self, handoff: Handoff) -> Any:
         """A copy of the bytes, or the array where it is long."""
         return handoff.tobytes() if handoff.nbytes <= self._most_inline else handoff
 

@@ -124,5 +124,5 @@ class PrefillServer(EngineServer):
         payload = None
         if prefilled.handoff is not None:
             with host.timed_handoff("pack"):
-                payload = self._transport.pack(prefilled.handoff)
+                payload = await self._transport.pack(prefilled.handoff)
         return PrefillReply(prefilled.deltas, payload, host.runtime.name, time.monotonic() - began)

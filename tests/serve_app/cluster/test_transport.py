@@ -1,9 +1,15 @@
 """Handoffs travel byte for byte, and a way that is not there is refused with the fix."""
 
+import asyncio
 import pickle
+import threading
+import time
+from typing import Any
 
 import numpy as np
 import pytest
+import ray
+from ray.exceptions import RayDirectTransportError
 
 from serve_app.cluster.transports import MOST_BYTES, make_transport
 from speculative.errors import ConfigError
@@ -14,7 +20,7 @@ from speculative.errors import ConfigError
 async def test_what_goes_in_comes_out(name: str, size: int) -> None:
     transport = make_transport(name)
     handoff = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
-    payload = pickle.loads(pickle.dumps(transport.pack(handoff)))  # as a reply between processes
+    payload = pickle.loads(pickle.dumps(await transport.pack(handoff)))  # as a reply between processes
     arrived = await transport.unpack(payload)
     assert arrived.dtype == np.uint8
     assert np.array_equal(arrived, handoff)
@@ -22,9 +28,9 @@ async def test_what_goes_in_comes_out(name: str, size: int) -> None:
 
 async def test_what_is_too_long_for_a_message_goes_another_way() -> None:
     transport = make_transport("inline")
-    assert isinstance(transport.pack(np.zeros(MOST_BYTES, np.uint8)), bytes)
+    assert isinstance(await transport.pack(np.zeros(MOST_BYTES, np.uint8)), bytes)
     long = np.arange(MOST_BYTES + 1, dtype=np.uint8)
-    payload = transport.pack(long)
+    payload = await transport.pack(long)
     assert payload is long
     assert np.array_equal(await transport.unpack(payload), long)
 
@@ -33,3 +39,38 @@ def test_without_nixl_the_setting_is_refused_with_the_fix(monkeypatch: pytest.Mo
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install --no-deps nixl nixl-cu12, or set it to plasma"):
         make_transport("nixl")
+
+
+async def test_nixl_reads_one_handoff_at_a_time_and_keeps_nothing_of_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads side by side break each other off in Ray 2.60, and what it knows of a sender's memory it never frees."""
+    stored, reading = list[Any](), threading.Lock()
+    known = ray._private.worker.global_worker.rdt_manager._managed_rdt_metadata
+
+    class Reference:
+        def __init__(self, tensor: Any) -> None:
+            stored.append(tensor)
+            self._number = len(stored)
+            known[self.hex()] = None
+
+        def hex(self) -> str:
+            return f"{self._number}"
+
+    def get(reference: Reference) -> Any:
+        assert reading.acquire(blocking=False), "two at once"
+        time.sleep(0.01)
+        reading.release()
+        if reference.hex() == "3":
+            raise RayDirectTransportError("the sender is gone")
+        return stored[int(reference.hex()) - 1]
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr(ray, "put", lambda tensor, _tensor_transport: Reference(tensor))
+    monkeypatch.setattr(ray, "get", get)
+    transport = make_transport("nixl")
+    handoffs = [np.full(index, index, np.uint8) for index in range(1, 9)]
+    payloads = [await transport.pack(handoff) for handoff in handoffs]
+    arrived = await asyncio.gather(*map(transport.unpack, payloads), return_exceptions=True)
+    assert isinstance(arrived[2], ConnectionError), "a prompt that is computed again"
+    for index in (0, 1, 3, 4, 5, 6, 7):
+        assert np.array_equal(arrived[index], handoffs[index])
+    assert not known
