@@ -193,9 +193,13 @@ class VllmBackend:
         if self._only_known and (unlike := checkpoint.why_not_ours(self._folder, arguments)):
             why_not = f"our own engine does not compute what this vLLM does ({unlike})"
         elif self._device_bytes:
+            from speculative.gpu.triton_here import why_no_triton
+
             needs = needs_of(self._folder, self._settings.engine, arguments)
             share = vllms_share(needs, self._device_bytes, arguments.get(SHARE))
-            if share is None:
+            if lacking := why_no_triton():
+                why_not = f"our own engine has no kernels here ({lacking})"
+            elif share is None:
                 why_not = no_room(needs, self._device_bytes, arguments.get(SHARE))
             elif SHARE not in arguments:
                 _logger.info("vLLM takes %.2f of the GPU's memory; truespec's engine replays beside it.", share)

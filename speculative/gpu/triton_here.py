@@ -37,7 +37,7 @@ def why_no_triton(device: torch.device | None = None) -> str:
         if (capability := torch.cuda.get_device_capability(each)) < _LEAST_CAPABILITY:
             return (
                 f"they need compute capability {{}}.{{}}, and {torch.cuda.get_device_name(each)} has {{}}.{{}}; take a "
-                "GPU since Ampere (CUDA_VISIBLE_DEVICES hides others), or vLLM (engine.kind)"
+                "GPU since Ampere (CUDA_VISIBLE_DEVICES hides others)"
             ).format(*_LEAST_CAPABILITY, *capability)
     return ""
 

@@ -52,10 +52,24 @@ def test_the_size_of_vllms_cache_is_not_that_of_our_engine_beside_it() -> None:
         assert config.replay_config("prefill").kv_cache_tokens == tokens
 
 
-@pytest.mark.parametrize(("device_bytes", "replays"), [(GIB, True), (GIB >> 12, False)])
+@pytest.mark.parametrize(
+    ("device_bytes", "lacking", "why"),
+    [
+        (GIB, "", ""),
+        (GIB >> 12, "", "is not left by the model in vLLM"),
+        (GIB, "a compiler", "kernels here (a compiler)"),
+    ],
+)
 def test_a_replica_makes_room_for_replays_or_does_without(
-    device_bytes: int, replays: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    device_bytes: int,
+    lacking: str,
+    why: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("speculative.gpu.triton_here.why_no_triton", lambda: lacking)
+    replays = not why
     folder = write_tiny_model(tmp_path / "m")
     config = parse_args({"model": {"source": "m"}, "engine": {"kind": "vllm"}})
     referee = TorchBackend(str(folder), "m", config.replay_config("prefill"))
@@ -68,4 +82,4 @@ def test_a_replica_makes_room_for_replays_or_does_without(
             made._make_room_for_replays()
         assert (made._replayer is not None) == (replays or not only_known)
         assert made._settings.engine_args.get("gpu_memory_utilization", 1) < 0.9 or not replays
-    assert ("is not left by the model in vLLM" in caplog.text) != replays
+    assert why in caplog.text
