@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 import ray
 from ray import serve
 from ray.exceptions import RayError
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
 from ray.serve.exceptions import RayServeException
 
 from serve_app.config.app_config import AppConfig
@@ -28,6 +29,7 @@ from speculative.errors import ConfigError
 
 _logger = logging.getLogger("truespec.serve")
 REPORT_EVERY_S = 1.0
+_STARTS = "truespec/starts/"
 
 T = TypeVar("T")
 
@@ -131,6 +133,32 @@ def observe(config: AppConfig, role: str, replica: str) -> Tracing:
         "truespec.model": config.model.served_name,
     }
     return Tracing.to_collector(settings.traces_endpoint, settings.traces_share, resource)
+
+
+@contextlib.contextmanager
+def telling_start(app_name: str, replica: str) -> Iterator[None]:
+    """Keep in Ray what an engine says last of its start, while it lasts, for `starts_told`; it goes on without, too."""
+    told, handler, key = logging.getLogger("truespec.start"), logging.Handler(), f"{_STARTS}{app_name}/{replica}"
+
+    def keep(record: logging.LogRecord) -> None:
+        with contextlib.suppress(Exception):
+            _internal_kv_put(key, record.getMessage())
+
+    handler.emit = keep  # type: ignore[method-assign]
+    told.addHandler(handler)
+    try:
+        yield
+    finally:
+        told.removeHandler(handler)
+        with contextlib.suppress(Exception):
+            _internal_kv_del(key)
+
+
+def starts_told(app_name: str) -> dict[str, str]:
+    """Return what the engines of an application that start now said last, by replica."""
+    place = f"{_STARTS}{app_name}/"
+    told = {key.decode(): _internal_kv_get(key) for key in _internal_kv_list(place)}
+    return {key.removeprefix(place): said.decode() for key, said in told.items() if said is not None}
 
 
 @contextlib.contextmanager

@@ -4,8 +4,11 @@ Entries that no graph can hold run eagerly, with the same distribution: prompts,
 logits than there is room for. Their forward pass is replayed still (`GraphRunner`)."""
 
 import dataclasses
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress
 
 import numpy as np
@@ -38,6 +41,8 @@ from speculative.state.kv_cache import KVCache
 from speculative.state.token_constraint import Bools
 from speculative.step.checked_sampler import CheckedSampler, DeviceChecks
 from speculative.step.host_copy import results_per_entry
+
+_log = logging.getLogger("truespec.start")
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,18 +235,21 @@ class GraphStep:
     # -- before the first step ----------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def capture_all(self) -> int:
-        """Capture all that decoding will ask for, so that no request waits for it; how many graphs there are."""
-        self.runner.prompts.capture_all()
-        for packed in self.buckets.packed:
-            self.runner.target.prepare(packed)
-            self.judge.prepare_usual(packed)
+    def capture_all(self) -> None:
+        """Capture all that decoding will ask for, so that no request waits for it; it can take minutes."""
+        both = (self.runner.target.prepare, self.judge.prepare_usual)
+        steps: list[Callable[[], object]] = [partial(one, packed) for packed in self.buckets.packed for one in both]
+        stages: dict[str, list[Callable[[], object]]] = {"prompts": [self.runner.prompts.capture_all], "steps": steps}
         if self.loop is not None and self._catch_up is not None:
-            for bucket in self.buckets:
-                self._catch_up.prepare(bucket)
-            for bucket in self._lengths:
-                self.loop.prepare(bucket)
-        return self.capturer.num_captured
+            catch_up = (partial(self._catch_up.prepare, bucket) for bucket in self.buckets)
+            stages["drafts"] = [*catch_up, *(partial(self.loop.prepare, bucket) for bucket in self._lengths)]
+        for what, captures in stages.items():
+            _log.info("compiling kernels that were not kept, and capturing CUDA graphs: %s", what)
+            before, began = self.capturer.num_captured, time.monotonic()
+            for capture in captures:
+                capture()
+            captured, took = self.capturer.num_captured - before, time.monotonic() - began
+            _log.info("captured %d CUDA graphs in %.0f s: %s", captured, took, what)
 
     def _check_memory(self, decoder: Decoder, sizes: AttentionSizes) -> None:
         if self.capturer.device.type != "cuda":

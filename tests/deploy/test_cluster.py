@@ -1,8 +1,10 @@
 """What is asked of a service that has started cannot end it."""
 
+import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,20 @@ import ray
 from ray._private import services
 
 from deploy.run import cluster
+from serve_app.deployments import runtime
 from speculative.errors import ConfigError
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """What Ray keeps for everybody in it."""
+    kept: dict[str, bytes] = {}
+    for call, does in {
+        "put": lambda key, value: kept.update({key: value.encode()}), "get": lambda key: kept[key.decode()],
+        "list": lambda prefix: [key.encode() for key in kept if key.startswith(prefix)], "del": kept.pop,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(runtime, f"_internal_kv_{call}", does)
+    return kept
 
 
 @pytest.mark.parametrize("why", ["", "no compiler"])
@@ -45,6 +60,7 @@ _GAVE_UP = "The deployment failed to start 3 times in a row. See logs. Error:\nr
 _OURS = "speculative.errors.{0}: a\n\nThe above\nspeculative.errors.{0}: w holds NaN;\nget it. (On node vm, 61e0f.)"
 
 
+@pytest.mark.usefixtures("kept")
 def test_replicas_that_are_slow_to_start_are_no_failure_in_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """The messages are Ray 2.60's (serve/_private/deployment_state.py)."""
     failed = f"{_FAILED}OSError: no route"
@@ -62,11 +78,24 @@ def test_replicas_that_are_slow_to_start_are_no_failure_in_what_is_said(monkeypa
         waited_for([f"{_GAVE_UP}ray.exceptions.ActorDiedError: The actor died unexpectedly"], monkeypatch)
 
 
-def waited_for(messages: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def test_what_engines_say_of_their_start_is_passed_on(kept: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    kept["truespec/starts/another/r"] = b"captured"
+    said, starts = ["captured 1", "captured 2"], logging.getLogger("truespec.start")
+    with runtime.telling_start("truespec", "r"), runtime.telling_start("truespec", "s"):
+        told = waited_for(["1", "2", "3"], monkeypatch, lambda: said and starts.warning(said.pop(0)))
+        assert [line for line in told if "captured" in line] == [f"{r}: captured {n}" for n in (1, 2) for r in "rs"]
+    starts.warning("captured later")
+    assert len(kept) == 1, "nothing is left of starts that are over"
+
+
+def waited_for(
+    messages: list[str], monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], object] = lambda: None
+) -> list[str]:
     """Reports where Serve says this, one after the other, of an application that runs then."""
     said = iter([*messages, ""])
 
     def status() -> Any:
+        meanwhile()
         message = next(said)
         running = "DEPLOY_FAILED" if message.startswith("The") else "DEPLOYING" if message else "RUNNING"
         deployments = {"x": SimpleNamespace(message=message)}

@@ -207,8 +207,6 @@ def test_weights_must_fit_into_the_part_of_a_gpu_that_each_replica_would_have(mo
 
 def test_fp8_weights_take_a_byte_each_and_a_gpu(models: Mapping[str, str], tmp_path: Path) -> None:
     engine = {"dtype": "bfloat16", "quantization": "fp8", "kv_cache_tokens": 1024}
-    reported = only(faults(config(models, engine=engine)))
-    assert "args.engine.quantization: fp8 is not to be had here: FP8 products need a GPU; on a CPU take" in reported
     pools, room = {"monolith": {"num_gpus": 1}}, 300_000  # between one and two bytes for each of the model's numbers
     plain = config(models, engine=engine | {"quantization": "auto", "kv_cache_tokens": 16}, pools=pools)
     assert "the weights take" in only(faults(plain, Machine(2, GIB, (room,))))
@@ -220,8 +218,6 @@ def test_fp8_weights_take_a_byte_each_and_a_gpu(models: Mapping[str, str], tmp_p
     assert "engine.quantization: fp8 needs sizes that are multiples of 16" in only(
         faults(served, Machine(2, GIB, (GIB,)))
     )
-    integers = config(models, engine=engine | {"quantization": "w4a8"}, pools=pools)
-    assert "take quantization: auto or fp8" in only(faults(integers, Machine(2, GIB, (GIB,))))
 
 
 def test_a_model_that_lacks_its_tokenizer_or_its_weights_is_refused(models: Mapping[str, str], tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ class PretendedCuda(TorchFunctionMode):
     def __enter__(self) -> "PretendedCuda":
         PretendedCuda.current = self
         if not self._captures_beforehand:
-            self._patches.enter_context(mock.patch.object(GraphStep, "capture_all", return_value=0))
+            self._patches.enter_context(mock.patch.object(GraphStep, "capture_all"))
         for name, value in self._stand_ins().items():
             self._patches.enter_context(mock.patch(name, value))
         super().__enter__()

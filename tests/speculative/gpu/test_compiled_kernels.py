@@ -1,6 +1,6 @@
 """The Triton kernels as they are compiled for GPUs, without one: down to machine code, in bfloat16.
 
-All for Hopper; for other GPUs those whose products and FP8 differ there.
+All for Hopper, and for compute capability 8.9 what makes FP8, which is done in another way there.
 """
 
 import json
@@ -17,7 +17,6 @@ from tests.support.triton_interpreter import needs_triton
 
 pytestmark = [pytest.mark.slow, needs_triton]
 SHARED_MEMORY = 99 << 10  # of a block, on the GPUs since Ampere that have the least
-CAPABILITIES = (80, 89, 90, 100, 120)
 COMPILE = """
 import json
 import sys
@@ -30,7 +29,7 @@ from speculative.gpu import triton_vocabulary
 capability = int(sys.argv[1])
 
 def compiled(name, kernel, kinds, warps=4, stages=3, **constants):
-    if capability != 90 and not name.startswith("attention") and not ("FP8" in name and capability >= 89):
+    if capability == 89 and "FP8" not in name:
         return
     signature = dict(zip(kernel.arg_names, kinds.split(), strict=False)) | dict.fromkeys(constants, "constexpr")
     multiples = [index for index, arg in enumerate(kernel.arg_names) if signature[arg][0] == "*" or "stride" in arg]
@@ -138,7 +137,7 @@ class Compiled(NamedTuple):
     spilled: int
 
 
-@pytest.fixture(scope="module", params=CAPABILITIES)
+@pytest.fixture(scope="module", params=[89, 90])
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
     """In a process of its own, where Triton compiles instead of interpreting."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -164,7 +163,7 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def test_sums_stay_in_registers_and_tiles_fit(kernels: dict[str, Compiled]) -> None:
     spilled = {name: kernel.spilled for name, kernel in kernels.items() if kernel.spilled}
-    assert all(name.startswith("attention") and size <= 80 for name, size in spilled.items()), spilled
+    assert all(name.startswith("attention") and size <= 40 for name, size in spilled.items()), spilled
     assert max(kernel.shared for kernel in kernels.values()) <= SHARED_MEMORY
 
 

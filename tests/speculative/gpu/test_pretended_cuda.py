@@ -1,6 +1,7 @@
 """Engines on a pretended CUDA device against the plain ones on the CPU, token for token."""
 
 import dataclasses
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -299,15 +300,22 @@ def test_without_graphs_attention_is_torchs_and_waits_for_no_plan_of_cudnn(
 
 @pytest.mark.parametrize(("name", "cheap_rows"), [("draft_model", 128), ("eagle3", 128), ("ngram", 0), ("dynamic", 0)])
 def test_nothing_is_captured_while_requests_are_served(
-    load: Load, drafters: dict[str, DrafterConfig], name: str, cheap_rows: int, monkeypatch: pytest.MonkeyPatch
+    load: Load,
+    drafters: dict[str, DrafterConfig],
+    name: str,
+    cheap_rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Prompts short and long, answers of all lengths, requests that come and go, edits of logits, logprobs of the
     likeliest tokens; edits and logprobs in one step, and named tokens, have graphs of their own, when they first come.
     """
     drafter = dataclasses.replace(drafters["eagle3"], length="dynamic") if name == "dynamic" else drafters[name]
     monkeypatch.setattr("speculative.gpu.buckets._CHEAP_ROWS", cheap_rows)
-    with PretendedCuda(capture_beforehand=True) as device:
+    with PretendedCuda(capture_beforehand=True) as device, caplog.at_level("INFO", "truespec.start"):
         engine = load(device="cuda", drafter=drafter, max_num_seqs=3)
+        counts = [int(found[1]) for found in re.finditer(r"captured (\d+) CUDA graphs in", caplog.text)]
+        assert sum(counts) == len(device.graphs) and len(counts) == 3 - (name == "ngram") and min(counts) > 0
 
         def serve(wishes: list[SamplingParams]) -> int:
             captured = len(device.graphs)
