@@ -149,7 +149,11 @@ class ModelConfig:
         file = ConfigFile(config)
         model: ModelConfig = _family(architecture).read(file)
         file.refuse_unknown()
-        _check_shape(model)
+        if model.num_heads % model.num_kv_heads != 0:
+            raise ConfigError(
+                f"config.json: `num_attention_heads` ({model.num_heads}) is no multiple of "
+                f"`num_key_value_heads` ({model.num_kv_heads}); take the file from its source."
+            )
         return replace(model, architecture=architecture)
 
     @classmethod
@@ -232,11 +236,3 @@ def _architecture(config: Json) -> str:
 
 def _family(architecture: str) -> ModuleType:
     return import_module(f"speculative.model.families.{FAMILIES[architecture]}")
-
-
-def _check_shape(model: ModelConfig) -> None:
-    if model.num_heads % model.num_kv_heads != 0:
-        raise ConfigError(
-            f"config.json: `num_attention_heads` ({model.num_heads}) is no multiple of "
-            f"`num_key_value_heads` ({model.num_kv_heads}); take the file from its source."
-        )
