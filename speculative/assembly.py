@@ -64,20 +64,16 @@ class Assembly:
         self.device = next(decoder.parameters()).device
         use_device(self.device)
         if self.device.type == "cuda":
-            from speculative.gpu.triton_here import require_triton  # a CPU's engine loads nothing of speculative.gpu
+            from speculative.gpu.memory import cache_tokens  # a CPU's engine loads nothing of speculative.gpu
+            from speculative.gpu.triton_here import require_triton
 
             require_triton(self.device)
             torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new shape, of prompts above all
             # Else cuBLAS may add up parts of a product in 16 bits, by the size of the batch.
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        if self.device.type == "cpu" or config.kv_cache_tokens is not None:
-            config = config.on_cpu()
-        else:
-            from speculative.gpu.memory import tokens_that_fit
-
-            config = dataclasses.replace(config, kv_cache_tokens=tokens_that_fit(config, decoder, draft_model))
-        self.config = config
+            config = dataclasses.replace(config, kv_cache_tokens=cache_tokens(config, decoder, draft_model))
+        self.config = config = config.on_cpu() if self.device.type == "cpu" else config
         self.max_model_len = longest_sequence(model, config)
         self.stats = StepStats()
         self.make_constraint = make_constraint or _no_structure

@@ -12,7 +12,8 @@ from speculative.errors import ConfigError
 
 BASE = Path(__file__).parents[1] / "configs" / "own.yaml"
 
-_ON_A_GPU = {"max_num_seqs": 64, "max_batched_tokens": 2048}
+_MOST_SEQUENCES = ((1, 64), (20, 32), (60, 64))  # on a GPU with less GiB than this; with more _MOST
+_MOST = 128
 _CPUS_BESIDE_A_GPU = 4
 
 
@@ -47,11 +48,12 @@ def settings_of(own: OwnModel) -> Any:
         if own.engine == "vllm" and args["drafter"]["kind"] == "suffix":
             args["drafter"]["length"] = "static"  # vLLM drafts as far as a match promises
     pool = args["pools"]["monolith"]
-    gpus = own.gpus
-    if gpus is None:
+    gpus, there = own.gpus, tuple[int, ...]()
+    if gpus != 0:
         from deploy.run.machine import Machine  # torch
 
-        gpus = min(1, len(Machine.here().gpu_bytes))
+        there = Machine.here().gpu_bytes
+        gpus = min(1, len(there)) if gpus is None else gpus
     if own.engine == "vllm":
         pool["num_gpus"] = gpus
         if gpus > 1:
@@ -59,9 +61,15 @@ def settings_of(own: OwnModel) -> Any:
     elif gpus:
         pool |= {"replicas": gpus, "num_gpus": 1}
     if gpus:
-        args["engine"] |= _ON_A_GPU
+        args["engine"] |= sizes_on_a_gpu(min(there, default=0))
     pool["num_cpus"] = _CPUS_BESIDE_A_GPU if gpus else os.cpu_count() or 1
     return data
+
+
+def sizes_on_a_gpu(num_bytes: int) -> dict[str, int]:
+    """Sizes of steps on a GPU of so much memory; 0 = unknown. The fewer sequences, the more is left for their cache."""
+    most = next((most for gib, most in _MOST_SEQUENCES if num_bytes < gib * 2**30), _MOST)
+    return {"max_num_seqs": most, "max_batched_tokens": 2048}
 
 
 def _absolute(source: str) -> str:

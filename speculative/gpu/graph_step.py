@@ -24,7 +24,6 @@ from speculative.gpu.capture import Capturer
 from speculative.gpu.catch_up_graph import CatchUpPass
 from speculative.gpu.draft_graph import DraftLoop
 from speculative.gpu.logit_edits import LogitEdits, StepEdits, fits, follows
-from speculative.gpu.memory import free_bytes, graph_bytes
 from speculative.gpu.operators import GraphOperators
 from speculative.gpu.padding import CacheRoom, PagedCache
 from speculative.gpu.paged_attention import AttentionSizes
@@ -99,7 +98,6 @@ class GraphStep:
         room = CacheRoom(config.block_size, -(-max_model_len // config.block_size), config.num_blocks)
         sizes = AttentionSizes(config.block_size, self.buckets.largest.num_queries, room.max_blocks)
         self._prompt_sizes = prompt_sizes(config.max_batched_tokens)
-        self._check_memory(decoder, sizes)
         self.buffers = GraphBuffers.make(decoder, self.buckets, self._draft_model)
         attend = operators.attend(sizes)
         use_layer_ops(decoder, operators.layers)
@@ -250,18 +248,6 @@ class GraphStep:
                 capture()
             captured, took = self.capturer.num_captured - before, time.monotonic() - began
             _log.info("captured %d CUDA graphs in %.0f s: %s", captured, took, what)
-
-    def _check_memory(self, decoder: Decoder, sizes: AttentionSizes) -> None:
-        if self.capturer.device.type != "cuda":
-            return
-        free, _ = free_bytes(self.capturer.device, self._config.gpu_share)
-        needed = graph_bytes(decoder, self.buckets, sizes, self._draft_model, self._prompt_sizes)
-        if needed > free:
-            raise ConfigError(
-                f"cuda_graphs need up to {needed / 2**30:.1f} GiB of GPU memory for batches of "
-                f"{self.buckets.largest.num_seqs}, and {free / 2**30:.1f} are free; lower max_num_seqs or "
-                "kv_cache_tokens, or set cuda_graphs to false."
-            )
 
 
 def _host_reads_drafts(batch: Batch) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from speculative.drafting.base import Drafter, DraftOutput, constrain
 from speculative.state.batch import Batch, Entry, SequenceResult, StepOutcome, build_step_input
 from speculative.state.token_constraint import Bools
 from speculative.step.checked_sampler import CheckedSampler
-from speculative.step.prompt_scorer import PromptScorer
+from speculative.step.prompt_scorer import ROWS_AT_ONCE, PromptScorer
 from speculative.step.runner import ModelRunner, compute
 from speculative.step.tree_search import TreeSearch
 
@@ -50,8 +51,11 @@ class EagerStep:
         self._search = TreeSearch(runner, sampler.sampler, config.block_size)
 
     def takes(self, entries: Sequence[Entry]) -> list[bool]:
-        """All of them."""
-        return [True] * len(entries)
+        """All of them; on a GPU, whose memory the cache has, as many as have their rows verified together."""
+        if self.runner.device.type == "cpu":
+            return [True] * len(entries)
+        ends = accumulate((1 + entry.max_drafts) * entry.samples for entry in entries)
+        return [index == 0 or end <= ROWS_AT_ONCE for index, end in enumerate(ends)]
 
     def draft(self, batch: Batch) -> Proposal:
         """The drafts of every entry, without those that came without q."""

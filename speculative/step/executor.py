@@ -14,7 +14,7 @@ class Step(Protocol):
     """One way to compute a batch: eagerly (`EagerStep`), or as captured graphs (`gpu.GraphStep`)."""
 
     def takes(self, entries: Sequence[Entry]) -> list[bool]:
-        """Return which of them it can compute together."""
+        """Return which of them it can compute together; it is asked again for the others."""
         ...
 
     def draft(self, batch: Batch) -> Any:
@@ -46,7 +46,7 @@ class StepExecutor:
         """Draft, forward, verify, sample: entries that only a later step takes come behind the others."""
         left, parts, places = dict(enumerate(batch.entries)), list[StepOutcome](), list[int]()
         for step in self.steps:
-            if chosen := list(compress(left, step.takes(tuple(left.values())))):
+            while left and (chosen := list(compress(left, step.takes(tuple(left.values()))))):
                 own = Batch(tuple(map(left.pop, chosen)), widths=batch.widths)
                 parts.append(self._run(step, own, tuple(left.values())))
                 places += chosen

@@ -16,7 +16,8 @@ from speculative.state.token_constraint import TokenConstraint
 from speculative.step.runner import ModelRunner
 from speculative.step.sampler import Sampler
 
-_ROWS_AT_ONCE = 64  # bounds the logits of a long prompt
+ROWS_AT_ONCE = 64
+"""Rows over the vocabulary that are computed together where memory is short."""
 
 
 class PromptScorer:
@@ -56,8 +57,8 @@ class PromptScorer:
         offset = row_start - sequence.num_computed
         logprobs: list[TokenLogprobs] = []
         replayed: list[ReplayedToken] = []
-        for start in range(begin, end, _ROWS_AT_ONCE):
-            stop = min(start + _ROWS_AT_ONCE, end)
+        for start in range(begin, end, ROWS_AT_ONCE):
+            stop = min(start + ROWS_AT_ONCE, end)
             token_ids = sequence.tokens[start + 1 : stop + 1]
             logits = runner.logits(hidden[offset + start : offset + stop])
             matrix = mode_matrix(mode, logits, logits)  # nothing is sampled here, so no processor applies

@@ -252,6 +252,7 @@ class PretendedCuda(TorchFunctionMode):
             "torch.cuda.is_available": lambda: True,
             "torch.cuda.mem_get_info": lambda *_: ((self.memory or 2**40) - self.taken, self.memory or 2**40),
             "torch.cuda.host_memory_stats": Counter,
+            "speculative.gpu.memory._STEADY_S": 0,
             "torch.cuda.memory_reserved": lambda *_: 0,
             "torch.cuda.memory_allocated": lambda *_: 0,
             "torch.cuda.empty_cache": lambda: None,

@@ -212,19 +212,3 @@ def test_passages_that_are_longer_than_a_models_drafts_take_no_room_of_q(
     with_model, without = (graph_bytes(decoder_of(repeating), buckets, sizes, one, (64,)) for one in (model, None))
     made_all = graph_bytes(decoder_of(repeating), dataclasses.replace(buckets, most_made=12), sizes, model, (64,))
     assert without < with_model < made_all
-
-
-def test_a_gpu_without_room_for_graphs_is_reported_what_to_do(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = tiny_engine(target, cuda_graphs=True)
-    smaller = tiny_engine(target, cuda_graphs=True, max_num_seqs=2)
-    assert engine.parts.graphs is not None and smaller.parts.graphs is not None
-    sizes = AttentionSizes(4, 5, 64)
-    few, many = (
-        graph_bytes(decoder_of(engine), graphs.buckets, sizes, None, (64,))
-        for graphs in (engine.parts.graphs, smaller.parts.graphs)
-    )
-    assert few > many > 0
-    monkeypatch.setattr(engine.parts.graphs.capturer, "device", torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 2000))
-    with pytest.raises(ConfigError, match=r"cuda_graphs .* max_num_seqs"):
-        engine.parts.graphs._check_memory(decoder_of(engine), sizes)

@@ -33,7 +33,7 @@ from speculative.model.applied import digests
 from speculative.model.formats.fp8 import Fp8, Fp8Linear
 from speculative.request import Request, SamplingParams
 from speculative.sampling.verification import VerifyOutput
-from speculative.state.batch import Entry
+from speculative.state.batch import Entry, StepInput, StepOutcome
 from speculative.step.host_copy import Verdicts
 from tests.support.engines import (
     Answer,
@@ -298,6 +298,30 @@ def test_without_graphs_attention_is_torchs_and_waits_for_no_plan_of_cudnn(
     assert masked == {False, True}
 
 
+@pytest.mark.parametrize("name", ["suffix", "draft_model", "eagle3"])
+def test_what_runs_eagerly_is_verified_in_parts(
+    load: Load, drafters: dict[str, DrafterConfig], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("speculative.step.eager_step.ROWS_AT_ONCE", 9)
+    parts = list[int]()
+
+    def scene(load: Load) -> dict[str, Answer]:
+        engine = load(drafter=drafters[name], max_num_seqs=6, cuda_graphs=False, self_check_sample_rate=1.0)
+        sample = engine.parts.checked_sampler.sample
+
+        def watched(step_input: StepInput, logits: Tensor, *given: Any) -> StepOutcome:
+            parts.append(len(logits) if logits.is_cuda else 0)
+            return sample(step_input, logits, *given)
+
+        monkeypatch.setattr(engine.parts.checked_sampler, "sample", watched)
+        return answers(engine, [*SHORT, *MIXED])
+
+    expected = scene(load)
+    with PretendedCuda():
+        assert_same(scene(lambda **changes: load(device="cuda", **changes)), expected)
+    assert 4 < max(parts) <= 9
+
+
 @pytest.mark.parametrize(("name", "cheap_rows"), [("draft_model", 128), ("eagle3", 128), ("ngram", 0), ("dynamic", 0)])
 def test_nothing_is_captured_while_requests_are_served(
     load: Load,
@@ -544,5 +568,6 @@ def test_the_cache_takes_what_steps_leave_free(
 def test_a_gpu_without_room_for_a_cache_is_refused(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with PretendedCuda():
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**20, 2**30))
-        with pytest.raises(ConfigError, match=r"nothing is left for the KV cache; lower max_num_seqs"):
-            tiny_engine(target, device="cuda", kv_cache_tokens=None)
+        for tokens, found in ((None, "nothing"), (1024, "too little")):
+            with pytest.raises(ConfigError, match=rf"{found} is left for the KV cache; lower max_num_seqs"):
+                tiny_engine(target, device="cuda", kv_cache_tokens=tokens)
