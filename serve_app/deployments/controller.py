@@ -183,6 +183,7 @@ def _about(config: AppConfig, tolerance: Tolerance) -> dict[str, Any]:
         "model": config.model.served_name,
         "topology": config.topology,
         "drafter": config.drafter.kind,
+        "max_num_seqs": config.engine.max_num_seqs,
         "replay_share": config.replay.sample_rate,
         "max_tme": tolerance.max_tme,
         "assumes_rounding": tolerance.assumed,

@@ -23,7 +23,14 @@ from speculative.stats import CHECKS, CheckState, CheckSums, EngineUsage, StepSt
 from tests.support.clock import Clock
 from tests.support.referees import TOLERANCE
 
-ABOUT = {"model": "fake", "topology": "disaggregated", "drafter": "eagle3", "replay_share": 0.1, "max_tme": 1.05}
+ABOUT = {
+    "model": "fake",
+    "topology": "disaggregated",
+    "drafter": "eagle3",
+    "max_num_seqs": 64,
+    "replay_share": 0.1,
+    "max_tme": 1.05,
+}
 POOLS = {"app#DecodeServer#a1b2": "decode", "app#DecodeServer#c3d4": "decode", "app#PrefillServer#e5f6": "prefill"}
 STARTED_AT = 1_790_000_000.0
 

@@ -379,8 +379,8 @@ function drawCounts() {
 
 function draw() {
   if (!status) return;
-  const { model, quantization, topology, drafter, verifies, grafana, assumes_rounding } = status.about;
-  byId("about").textContent = `${model}${quantization ? ` (${quantization})` : ""} · ${topology} · drafter ${drafter}${assumes_rounding ? " · rounding not calibrated: replays raise alarms, and trip no breaker" : ""}`;
+  const { model, quantization, topology, drafter, max_num_seqs: most, verifies, grafana, assumes_rounding } = status.about;
+  byId("about").textContent = `${model}${quantization ? ` (${quantization})` : ""} · ${topology} · drafter ${drafter} · up to ${most} at once${assumes_rounding ? " · rounding not calibrated: replays raise alarms, and trip no breaker" : ""}`;
   byId("verify-label").hidden = !verifies;
   byId("verify").disabled = !verifies;
   byId("grafana").hidden = !grafana;
