@@ -22,7 +22,6 @@ QWEN_32B = ModelConfig("Qwen3ForCausalLM", 151_936, 5120, 25600, 64, 64, 8, 128,
 LLAMA_8B = ModelConfig("LlamaForCausalLM", 128_256, 4096, 14336, 32, 32, 8, 128, 1e-5, Rope.plain(5e5, 128), 131_072)
 BUCKETS = Buckets.of(64, 4)
 NUM_ROWS = 64 * 5
-MATRIX = NUM_ROWS * LLAMA_8B.vocab_size * 4  # in float32
 
 
 GIB = 2**30
