@@ -219,8 +219,8 @@ def attention(shape: str, device: torch.device) -> None:
     model, ones = ModelConfig.from_json(_LLAMA | SHAPES[shape]), functools.partial(torch.ones, device=device)
     cases = ((64, 1500, 1), (64, 256, 1), (64, 256, 4), (1, 256, 1), (1, 4096, 1))
     for streams, context, queries in ((2, 40, 4),) if shape == "tiny" else cases:
-        sizes = AttentionSizes(16, queries, -(-context // 16))
-        blocks = torch.arange(streams * sizes.max_blocks, device=device).view(streams, -1)
+        sizes = AttentionSizes(16, queries, model.max_position_embeddings // 16)
+        blocks = torch.arange(streams * -(-context // 16), device=device).view(streams, -1)
         caches = ones((4, 2, blocks.numel() * 16, model.num_kv_heads, model.head_dim), dtype=torch.bfloat16)
         query = ones((streams * queries, model.num_heads, model.head_dim), dtype=torch.bfloat16)
         visible = torch.full((len(query),), context, device=device)

@@ -88,7 +88,7 @@ def late_prompts(engine: EngineCore) -> dict[str, Answer]:
     random, found = np.random.default_rng(0), defaultdict[str, Answer](Answer)
     for index, length in enumerate((3000, 40, 9, 700, 700, 700)):
         tokens = tuple(random.integers(3, VOCABULARY, length).tolist())
-        max_tokens = 160 if index < 3 else 24
+        max_tokens = 110 if index < 3 else 12
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=index % 3 / 2, logprobs=0)
         engine.add(Request(f"r{index}", tokens, params, seed=index))
         for _ in range(0 if index < 2 else 12 if index == 2 else 4):
