@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from speculative.assembly import Assembly, use_device
 from speculative.config import EngineConfig
@@ -205,11 +205,6 @@ class EngineCore:
     def weight_version(self) -> str:
         """Return what the weights are called that it computes with; every delta says it."""
         return self.scheduler.weight_version
-
-    @property
-    def networks(self) -> dict[str, nn.Module]:
-        """Return what it computes with, by the names of `Weights.networks`."""
-        return self.parts.networks
 
     def switch(self, weights: Weights, version: str) -> None:
         """Go on with other weights of the same model.

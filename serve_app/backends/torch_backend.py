@@ -218,7 +218,9 @@ class TorchBackend:
             has_head = engine.config.drafter.model is not None  # else `load_weights` refuses any, found or not
             with naming("drafter_path"):
                 head = resolve_model(drafter, SHIPPED_HEADS) if has_head and drafter is not None else drafter
-            weights = load_weights(folder, engine.config, engine.device, head, check=True, replaced=engine.networks)
+            weights = load_weights(
+                folder, engine.config, engine.device, head, check=True, replaced=engine.parts.networks
+            )
             return weights, _Form.of(folder, engine), digests(weights.networks)
 
         self._loaded = None  # free what was loaded before
@@ -236,7 +238,7 @@ class TorchBackend:
 
         def switch(engine: EngineCore) -> None:
             engine.switch(weights, version)
-            if (found := digests(engine.networks)) != wanted:
+            if (found := digests(engine.parts.networks)) != wanted:
                 changed = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
                 raise EngineFault(
                     f"After the update to {version!r} it computes with other weights than were loaded and checked: "
