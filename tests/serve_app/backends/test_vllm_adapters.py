@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from serve_app.backends.vllm_parts import settings
 from serve_app.backends.vllm_parts.adapters import Adapters, read_adapters
-from serve_app.backends.vllm_parts.vllm_handoff import VllmManifest, pack, unpack
 from serve_app.config.files import parse_args
-from speculative.errors import ConfigError, HandoffRefused, InvalidRequest
+from speculative.errors import ConfigError, InvalidRequest
 from tests.support.tiny_adapters import LINEAR, write_tiny_adapter
 from tests.support.tiny_models import write_tiny_model
 
@@ -192,17 +191,3 @@ def read_adapters_fingerprint(folder: Path, model: Path) -> str:
         return read_adapters({"sql": str(folder)}, model).with_model("f00")
     except ConfigError:
         return ""
-
-
-def test_a_handoff_of_another_adapter_or_of_none_is_refused() -> None:
-    ours, prompt = VllmManifest("f00", "ngram", "0.32.0", "auto bfloat16 32", 1), (5, 9, 17)
-    reported = [dataclasses.replace(ours, adapter=adapter) for adapter in ("", "sql a1", "sql a2", "distribution a1")]
-    for computed in reported:
-        sent = unpack(pack(computed, prompt, [b"abcd"]))
-        for wanted in reported:
-            if wanted == computed:
-                sent.check(wanted, prompt)
-                continue
-            with pytest.raises(HandoffRefused, match="adapter") as caught:
-                sent.check(wanted, prompt)
-            assert caught.value.reason == "manifest"

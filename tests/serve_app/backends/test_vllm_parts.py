@@ -296,7 +296,7 @@ def test_a_handoff_comes_back_whole_and_only_to_its_like() -> None:
     assert sent.source == {"remote_block_ids": [[3, 4]]}
     assert unpack(pack(OURS, PROMPT, [b"a"])).source == {}
     others: dict[str, Any] = {"fingerprint": "f01", "drafter": "none", "vllm": "0.32.1", "num_ranks": 1, "way": "nixl"}
-    for name, value in others.items():
+    for name, value in (others | {"adapter": "sql a1"}).items():
         with pytest.raises(HandoffRefused, match=name) as caught:
             sent.check(dataclasses.replace(OURS, **{name: value}), PROMPT)
         assert caught.value.reason == "manifest"

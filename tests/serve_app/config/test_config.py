@@ -127,6 +127,10 @@ FAULTS: list[tuple[str, object, str, str]] = [  # (field set, value, field named
     ("args.engine.logprobs_mode", "processed_logprobs", "args.replay.sample_rate", "set replay.sample_rate to 0"),
     ("args.replay.max_tme", 1.0, "args.replay.max_tme", "must be above 1, got 1.0."),
     ("args.breaker.mode", False, "args.breaker.mode", "'auto', 'on' or 'off'"),
+    *(
+        ("args.access", {name: False}, f"args.access.{name}", "is false, but there are no keys")
+        for name in ("open_metrics", "open_health")
+    ),
     ("args.admin.token", "s3cret", "args.admin.token", "did you mean token_file?"),
     ("args.observability.traces_endpoint", "collector:4318", "args.observability.traces_endpoint", "with its path"),
     ("args.observability.traces_endpoint", "http://collector:4318", "args.observability.traces_endpoint", "/v1/traces"),

@@ -21,15 +21,21 @@ from speculative.request import FinishReason, TokenDelta, TokenKind
 from tests.support.front_ends import DeltaSource
 
 
-def opened(folder: Path, source: DeltaSource, template: str | None = None) -> HttpFront:
+def opened(folder: Path, source: DeltaSource, template: str | None = None, num_engines: int = 1) -> HttpFront:
     """The front of a replica that has the tokenizer of this folder, and replays all of its answers."""
     runtime = object.__new__(ReplicaRuntime)
     model = {"source": "fake", "chat_template": template}
-    runtime.config = parse_args({"model": model, "replay": {"sample_rate": 1}})
+    limits = {"max_ongoing_requests": 40}
+    runtime.config = parse_args({"model": model, "replay": {"sample_rate": 1}, "limits": limits})
     runtime.metrics = Metrics(PrometheusSink(), model_name="m", pool="router")
     front = HttpFront(runtime, Reporter(runtime))
-    front.open(source, Records("r1", 1000), ModelInfo("m", 1000, 340, "f", str(folder), (2,)))
+    front.open(source, Records("r1", 1000), ModelInfo("m", 1000, 340, "f", str(folder), (2,)), num_engines=num_engines)
     return front
+
+
+async def test_what_its_source_could_never_take_is_refused_for_good(tokenizer_folder: Path) -> None:
+    served = opened(tokenizer_folder, DeltaSource(), num_engines=2)._front_end
+    assert served is not None and served.limits.max_sequences == 80
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -3,12 +3,12 @@
 import asyncio
 import os
 import socket
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
-import uvicorn
+from fastapi import FastAPI
+from fastapi.responses import PlainTextResponse
 from uvicorn.config import HTTP_PROTOCOLS
 
 from deploy.run import cluster
@@ -20,24 +20,19 @@ HEAD = b"GET / HTTP/1.1\r\nHost: here\r\n"
 
 
 @pytest.fixture
-def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+def port(serve_http: Callable[[FastAPI], int], monkeypatch: pytest.MonkeyPatch) -> int:
     """A server as Ray Serve's proxy makes it, after it has called back; answers take longer than headers may."""
+    app = FastAPI()
 
-    async def app(scope: object, receive: object, send: object) -> None:
+    @app.get("/", response_class=PlainTextResponse)
+    async def late() -> str:
         await asyncio.sleep(0.6)
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})  # type: ignore[operator]
-        await send({"type": "http.response.body", "body": b"ok"})  # type: ignore[operator]
+        return "ok"
 
     monkeypatch.setitem(HTTP_PROTOCOLS, "auto", HTTP_PROTOCOLS["auto"])  # put back afterwards
     monkeypatch.setattr(PatientProtocol, "header_timeout_s", 0.3)
     assert bound_headers() == []
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_keep_alive=300))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    yield int(listener.getsockname()[1])
-    server.should_exit = True
-    thread.join(10)
+    return serve_http(app)
 
 
 def read(client: socket.socket, until: bytes = b"") -> bytes:

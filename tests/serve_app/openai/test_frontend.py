@@ -53,22 +53,6 @@ def run_of(tokenizer: Tokenizer, text: str, index: int = 0, **fields: Any) -> To
 # ---- text and stop strings
 
 
-@pytest.mark.parametrize("run_length", [1, 2, 3, 7])
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_character_split_over_deltas_is_never_shown_in_halves(
-    tokenizer: Tokenizer, run_length: int, stream: bool
-) -> None:
-    front, _, script = fake_front_end(tokenizer, run_length=run_length)
-    script.say("a🙂b你ö")
-    if not stream:
-        assert (await reply_to(front, completion()))["choices"][0]["text"] == "a🙂b你ö"
-        return
-    chunks = await chunks_of(front, completion(stream=True))
-    texts = [chunk["choices"][0]["text"] for chunk in chunks]
-    assert "".join(texts) == "a🙂b你ö"
-    assert not any("\ufffd" in text for text in texts)
-
-
 async def test_a_character_that_stays_half_ends_as_a_replacement_mark(tokenizer: Tokenizer) -> None:
     front, _, script = fake_front_end(tokenizer)
     script.say(tokenizer.encode("ok🙂"))
@@ -82,10 +66,12 @@ async def test_a_choice_that_meets_its_stop_string_is_aborted_alone(tokenizer: T
     source = DeltaSource(
         run_of(tokenizer, "x!y", 0),
         run_of(tokenizer, "more", 1),
-        run_of(tokenizer, "late", 0),
+        run_of(tokenizer, "late", 0, finish_reason=FinishReason.LENGTH),
         run_of(tokenizer, "end", 1, finish_reason=FinishReason.LENGTH),
     )
-    reply = await reply_to(front_end(source, tokenizer), completion(stop="!", n=2))
+    metrics = Metrics(sink := PrometheusSink(), model_name="m", pool="monolith")
+    reply = await reply_to(front_end(observed(source, metrics), tokenizer), completion(stop="!", n=2))
+    assert counts_by(sink, "requests", "outcome") == {"stop": 1, "length": 1}, "as the client is told"
     assert [choice["text"] for choice in reply["choices"]] == ["x", "moreend"]
     assert [choice["finish_reason"] for choice in reply["choices"]] == ["stop", "length"]
     assert source.aborted == [source.requests[0].request_id]
@@ -119,18 +105,6 @@ async def test_how_a_request_ended_is_counted_as_its_client_is_reported(
     assert {choice["finish_reason"] for choice in reply["choices"]} == {"stop"}
     assert counts_by(sink, "requests", "outcome") == {"stop": len(prompts)}
     assert backend.aborted == [] and backend.num_live == 0
-
-
-async def test_a_choice_that_goes_on_after_its_stop_string_has_stopped(tokenizer: Tokenizer) -> None:
-    source = DeltaSource(
-        run_of(tokenizer, "x!y", 0),
-        run_of(tokenizer, "late", 0, finish_reason=FinishReason.LENGTH),
-        run_of(tokenizer, "end", 1, finish_reason=FinishReason.LENGTH),
-    )
-    sink = PrometheusSink()
-    metrics = Metrics(sink, model_name="m", pool="monolith")
-    await reply_to(front_end(observed(source, metrics), tokenizer), completion(stop="!", n=2))
-    assert counts_by(sink, "requests", "outcome") == {"stop": 1, "length": 1}
 
 
 async def test_a_completion_keeps_the_space_between_itself_and_the_prompt(sentencepiece: Tokenizer) -> None:
@@ -214,7 +188,15 @@ async def test_token_kinds_have_one_entry_a_delivered_token_and_come_only_when_a
 
 
 @pytest.mark.parametrize("num_choices", [1, 3])
-@pytest.mark.parametrize("extra", [{}, {"logprobs": 2, "return_token_ids": True}, {"stop": ["ee", " f"]}])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"logprobs": 2, "return_token_ids": True},
+        {"stop": ["ee", " f"]},
+        {"prompt": ["one", "two"], "echo": True, "logprobs": 1, "return_token_ids": True},
+    ],
+)
 async def test_a_completion_stream_says_what_the_whole_reply_says(
     tokenizer: Tokenizer, num_choices: int, extra: dict[str, Any]
 ) -> None:
@@ -362,16 +344,6 @@ async def test_output_length_defaults_to_16_for_completions_and_to_all_that_fits
     assert near_the_end.params.max_tokens == 5
     limited = front_end(DeltaSource(), tokenizer, Limits(default_max_tokens=7))
     assert (await limited.prepare(chat())).requests[0].params.max_tokens == 7
-
-
-async def test_developer_messages_and_text_parts_reach_the_template(tokenizer: Tokenizer) -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    (request,) = await requests_of(
-        tokenizer, chat(messages=[{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}])
-    )
-    assert "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\na\nb<|im_end|>" in tokenizer.decode(
-        request.prompt_token_ids, skip_special=False
-    )
 
 
 @pytest.mark.parametrize(

@@ -65,13 +65,6 @@ async def test_parameters_that_leave_nothing_to_say_are_refused(tokenizer: Token
     assert (await params_of(tokenizer, completion(**fields | {"min_tokens": 0, "bad_words": []}))).allowed_token_ids
 
 
-async def test_only_the_first_choice_of_a_prompt_asks_for_prompt_logprobs(tokenizer: Tokenizer) -> None:
-    job = await front_end(DeltaSource(), tokenizer).prepare(completion(prompt=["a", "b"], n=3, prompt_logprobs=2))
-    assert [request.params.prompt_logprobs for request in job.requests] == [2, None, None] * 2
-    same = {dataclasses.replace(request.params, prompt_logprobs=None) for request in job.requests}
-    assert len(same) == 1
-
-
 # ---- what is reported in return
 
 

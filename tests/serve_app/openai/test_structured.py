@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
 
@@ -123,14 +122,6 @@ def test_a_token_is_allowed_if_and_only_if_an_answer_goes_on_with_it(
     assert len(seen) > min(len(case.answers), 20) // 2
 
 
-def test_padding_and_special_tokens_are_never_allowed(compiler: StructureCompiler, tokens: list[bytes]) -> None:
-    (mask,) = compiler(Structure("regex", r"(.|\n)*")).allowed((), ())
-    padding = [token for token, text in enumerate(tokens) if not text]
-    assert padding and not mask[padding].any()
-    assert not mask[1] and mask[list(EOS)].all()
-    assert mask[3:250].sum() > 150  # all that is not a broken character
-
-
 def test_the_end_of_text_in_a_grammar_does_not_end_an_answer_that_is_not_complete(compiler: StructureCompiler) -> None:
     constraint = compiler(Structure("grammar", 'start: "a" <|im_end|> "b"'))
     first = np.flatnonzero(constraint.allowed((), ())[0]).tolist()
@@ -153,25 +144,12 @@ BOUNDED = {
 }
 
 
-def is_object(text: str) -> bool:
-    return isinstance(json.loads(text), dict)
-
-
-def fits_bounded(text: str) -> bool:
-    jsonschema.validate(json.loads(text), BOUNDED)
-    return True
-
-
-INFINITE: dict[str, tuple[Structure, Any]] = {
-    "json_object": (Structure("json_object"), is_object),
-    "json_schema": (Structure("json_schema", json.dumps(BOUNDED)), fits_bounded),
-    "regex": (Structure("regex", r"[a-z]+@[a-z]+\.(com|org)|\d{2}/\d{2}"), re.compile(
-        r"[a-z]+@[a-z]+\.(com|org)|\d{2}/\d{2}").fullmatch),
-    "grammar": (
-        Structure("grammar", 'start: sum\nsum: term ("+" term)*\nterm: /[0-9]+/ | "(" sum ")"\n%ignore / /'),
-        re.compile(r"[0-9(][0-9()+ ]*").fullmatch,
-    ),
-}  # fmt: skip
+INFINITE = {
+    "json_object": Structure("json_object"),
+    "json_schema": Structure("json_schema", json.dumps(BOUNDED)),
+    "regex": Structure("regex", r"[a-z]+@[a-z]+\.(com|org)|\d{2}/\d{2}"),
+    "grammar": Structure("grammar", 'start: sum\nsum: term ("+" term)*\nterm: /[0-9]+/ | "(" sum ")"\n%ignore / /'),
+}
 
 
 def wander(
@@ -191,16 +169,11 @@ def wander(
     return output
 
 
-@pytest.mark.parametrize("name", INFINITE)
-def test_whatever_ends_is_valid(name: str, compiler: StructureCompiler, tokens: list[bytes]) -> None:
-    structure, is_valid = INFINITE[name]
-    num_ended = 0
-    for seed in range(40):
-        output = wander(compiler(structure), random.Random(seed), [], 150)
-        if output[-1] in EOS:
-            num_ended += 1
-            assert is_valid(b"".join(tokens[token] for token in output[:-1]).decode())
-    assert num_ended >= 10
+def test_an_object_that_ends_is_one(compiler: StructureCompiler, tokens: list[bytes]) -> None:
+    outputs = [wander(compiler(INFINITE["json_object"]), random.Random(seed), [], 150) for seed in range(40)]
+    ended = [output for output in outputs if output[-1] in EOS]
+    assert len(ended) >= 10
+    assert all(isinstance(json.loads(b"".join(tokens[one] for one in output[:-1])), dict) for output in ended)
 
 
 def test_json_is_laid_out_as_one_likes_but_never_blank_for_long(
@@ -227,10 +200,7 @@ def some_drafts(constraint: StructureConstraint, rng: random.Random, output: lis
     return drafts + [rng.choice([*EOS, 5])] * rng.randrange(3)
 
 
-EVERY = {
-    **{name: case.structure for name, case in FINITE.items()},
-    **{name: case[0] for name, case in INFINITE.items()},
-}
+EVERY = {name: case.structure for name, case in FINITE.items()} | INFINITE
 EVERY["max_tokens"] = Structure("grammar", 'start: word " " word\nword[max_tokens=3]: /[a-z]+/')
 
 
@@ -353,11 +323,6 @@ def test_long_chains_do_not_end_the_process(structure: Structure, compiler: Stru
         if not choices:  # too many ways to go on: the request fails, and nothing else
             break
         output.append(rng.choice(choices))
-
-
-def test_a_model_without_an_end_cannot_keep_to_a_structure(folder: Path) -> None:
-    with pytest.raises(InvalidRequest, match="no end-of-text token"):
-        StructureCompiler(folder, VOCAB_SIZE, ())(Structure("json_object"))
 
 
 def garbage(rng: random.Random) -> Structure:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
-from serve_app.text.tokenizer import StopMatcher, StopStrings, Tokenizer
+from serve_app.text.tokenizer import Tokenizer
 from speculative.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from tests.support.front_ends import DeltaSource, chat, completion, fake_front_end, front_end, reply_to
 
@@ -35,14 +35,6 @@ async def test_what_stopped_an_answer_is_shown_on_request(tokenizer: Tokenizer) 
     assert await text_of(source, tokenizer, stop_token_ids=[second], include_stop_str_in_output=True) == "ab"
     ended = stopped_by(2, first)
     assert await text_of(ended, tokenizer, include_stop_str_in_output=True) == "a", "the end of text is special"
-
-
-@pytest.mark.parametrize("pieces", [["one STOP", " two"], ["one ST", "OP two"], [*"one STOP two"]])
-def test_a_stop_string_is_delivered_on_request_wherever_it_is_cut(pieces: list[str]) -> None:
-    for include, expected in ((False, "one "), (True, "one STOP")):
-        matcher = StopMatcher(StopStrings(["STOP"]), include=include)
-        assert "".join(matcher.push(piece) for piece in pieces) == expected
-        assert matcher.stopped
 
 
 @pytest.mark.parametrize("make", [completion, chat])

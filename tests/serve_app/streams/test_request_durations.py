@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, Sequence
 import pytest
 
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
-from speculative.errors import EngineFault
 from speculative.request import FinishReason, Request, TokenDelta
 from tests.support.clock import Clock
 from tests.support.front_ends import observed
@@ -17,9 +16,9 @@ MEASURES = {"request_duration_seconds", "queue_time_seconds"}
 
 
 class Timed:
-    """A source whose deltas come at given seconds; an error ends it."""
+    """A source whose deltas come at given seconds."""
 
-    def __init__(self, clock: Clock, deltas: Sequence[tuple[float, TokenDelta | Exception]]) -> None:
+    def __init__(self, clock: Clock, deltas: Sequence[tuple[float, TokenDelta]]) -> None:
         self._clock, self._deltas = clock, deltas
         self.aborted: list[str] = []
 
@@ -27,8 +26,6 @@ class Timed:
         began = self._clock.now
         for at, delta in self._deltas:
             self._clock.now = began + at
-            if isinstance(delta, Exception):
-                raise delta
             yield delta
         self._clock.now += 100  # the client is slow to ask whether there is more
 
@@ -36,7 +33,7 @@ class Timed:
         self.aborted.append(request_id)
 
 
-async def measured(*deltas: tuple[float, TokenDelta | Exception], stop_after: int | None = None) -> dict[str, float]:
+async def measured(*deltas: tuple[float, TokenDelta], stop_after: int | None = None) -> dict[str, float]:
     """The sum of each histogram that observed anything."""
     clock, sink = Clock(), PrometheusSink()
     source = observed(Timed(clock, deltas), Metrics(sink, model_name="m", pool="decode"), clock=clock)
@@ -68,12 +65,7 @@ def ended(reason: FinishReason, *tokens: int) -> TokenDelta:
     ids=["to its last token", "an end by itself", "stopped by the front end", "failed", "left"],
 )
 async def test_a_request_is_measured_from_its_arrival_if_it_is_answered(
-    deltas: list[tuple[float, TokenDelta | Exception]], stop_after: int | None, duration_s: float | None
+    deltas: list[tuple[float, TokenDelta]], stop_after: int | None, duration_s: float | None
 ) -> None:
     duration = {} if duration_s is None else {"request_duration_seconds": duration_s}
     assert await measured(*deltas, stop_after=stop_after) == {**duration, "queue_time_seconds": 0.5}
-
-
-async def test_what_breaks_off_is_not_measured() -> None:
-    with pytest.raises(EngineFault):
-        await measured((2.0, FIRST), (3.0, EngineFault("dead")))

@@ -266,9 +266,14 @@ async def test_a_generation_that_fails_names_the_error(app: App, monkeypatch: py
         raise EngineFault("broken")
         yield
 
+    assert (await app.post(temperature=-1)).status_code == 400
+    assert app.spans()["POST /v1/completions"].status.status_code is StatusCode.UNSET, "the client's fault"
+    app.exporter.clear()
     for name in ("generate", "resume"):
         monkeypatch.setattr(app.decode, name, fails)
     assert (await app.post()).status_code == 500
+    status = next(span.status for span in app.exporter.get_finished_spans() if span.name.startswith("POST"))
+    assert (status.status_code, status.description) == (StatusCode.ERROR, "status 500")
     reported = app.generation()
     assert reported["error.type"] == "EngineFault"
     assert reported["gen_ai.request.model"] == "fake"
@@ -304,22 +309,6 @@ async def test_a_broken_traceparent_begins_a_trace_of_its_own(app: App) -> None:
     requests = [span for span in app.exporter.get_finished_spans() if span.name.startswith("POST")]
     assert [span.parent for span in requests] == [None] * len(broken)
     assert len({span.context.trace_id for span in requests}) == len(broken)
-
-
-async def test_what_fails_and_what_is_refused_show_it(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = await app.post(temperature=-1)
-    spans = app.spans()
-    assert refused.status_code == 400
-    assert spans["POST /v1/completions"].status.status_code is StatusCode.UNSET  # the client's fault
-    app.exporter.clear()
-
-    def fails(self: object, wire: object) -> None:
-        raise RuntimeError("secret")
-
-    monkeypatch.setattr(FrontEnd, "prepare", fails)
-    assert (await app.post()).status_code == 500
-    status = app.spans()["POST /v1/completions"].status
-    assert (status.status_code, status.description) == (StatusCode.ERROR, "status 500")
 
 
 @pytest.mark.parametrize("app", [None], indirect=True)

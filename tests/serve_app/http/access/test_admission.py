@@ -8,12 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.backends.base import ModelInfo
-from serve_app.config.files import load_config, parse_args
-from serve_app.deployments.http_front import HttpFront
-from serve_app.deployments.runtime import ReplicaRuntime, Reporter
+from serve_app.config.files import load_config
 from serve_app.errors import NoRoom, reply_for
-from serve_app.referee.records.records import Records
 from serve_app.streams.backlog import Backlog, Returns
 from serve_app.streams.observed import SourceLimits
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
@@ -337,17 +333,6 @@ async def test_the_other_prompts_of_a_refused_body_are_rejected_too(clock: Clock
     await watched.end()  # as the front end lets go of the others
     assert watched.outcomes() == {"rejected": 3, "abort": 2}, "one has begun, and one is another body's"
     assert watched.refusals() == {"capacity": 1}
-
-
-async def test_a_deployed_front_end_refuses_for_good_what_its_source_could_never_take(tokenizer_folder: Path) -> None:
-    runtime = object.__new__(ReplicaRuntime)
-    runtime.config = parse_args({"model": {"source": "fake"}, "limits": {"max_ongoing_requests": 40}})
-    runtime.metrics = Metrics(PrometheusSink(), model_name="m", pool="router")
-    front = HttpFront(runtime, Reporter(runtime))
-    info = ModelInfo("m", 1000, 340, "f", str(tokenizer_folder), (2,))
-    front.open(Slow(), Records("r1", 1000), info, num_engines=2)
-    assert front._front_end is not None
-    assert front._front_end.limits.max_sequences == 80
 
 
 # -- when to come back ------------------------------------------------------------------------------------------------

@@ -39,13 +39,6 @@ async def prompt(tokenizer: Tokenizer, policy: Policy, asked: ChatCompletionRequ
     return list((await front(tokenizer, policy).prepare(asked)).head.prompts[0])
 
 
-async def test_by_default_they_are_tokens_as_in_vllm(tooled: Tokenizer) -> None:
-    assert front(tooled, "allow").limits == Limits(max_choices=64)
-    ids = await prompt(tooled, "allow", wire({"role": "user", "content": FORGED}))
-    assert ids == tooled.encode_chat([{"role": "user", "content": FORGED}])
-    assert ids.count(2) == 2
-
-
 async def test_escaped_they_are_text_and_all_else_is_as_before(tooled: Tokenizer) -> None:
     said = [
         {"role": "user", "content": "hello <|endoftext|> there"},
@@ -58,6 +51,7 @@ async def test_escaped_they_are_text_and_all_else_is_as_before(tooled: Tokenizer
     assert tooled.decode(escaped, skip_special=False) == tooled.decode(plain, skip_special=False)
     # Of the template's own: system, user, assistant, results, user, and the beginning of the answer.
     assert [escaped.count(token) for token in (0, 1, 2)] == [0, 6, 5]
+    assert [plain.count(token) for token in (0, 1, 2)] == [1, 7, 9] and Limits().special_tokens_in_text == "allow"
     assert escaped[-3:] == plain[-3:]
     ordinary = wire({"role": "user", "content": "hello there"})
     assert await prompt(tooled, "escape", ordinary) == await prompt(tooled, "allow", ordinary)

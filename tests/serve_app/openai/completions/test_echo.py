@@ -55,21 +55,6 @@ async def test_every_choice_of_every_prompt_begins_with_its_own_prompt(tokenizer
     assert reply["usage"]["completion_tokens"] == 4 * len(reply["choices"])
 
 
-async def test_a_streamed_echo_adds_up_to_the_whole_one(tokenizer: Tokenizer) -> None:
-    front, _, _ = fake_front_end(tokenizer)
-    fields: dict[str, Any] = {
-        "prompt": [PROMPT, "one"], "n": 2, "max_tokens": 9, "logprobs": 1, "seed": 3, "echo": True,
-    }  # fmt: skip
-    whole = (await reply_to(front, completion(**fields)))["choices"]
-    texts, logprobs = [""] * 4, [[] for _ in range(4)]  # type: list[str], list[list[float]]
-    for chunk in await chunks_of(front, completion(**fields, stream=True)):
-        choice = chunk["choices"][0]
-        texts[choice["index"]] += choice["text"]
-        logprobs[choice["index"]] += choice["logprobs"]["token_logprobs"]
-    assert texts == [choice["text"] for choice in whole]
-    assert logprobs == [choice["logprobs"]["token_logprobs"] for choice in whole]
-
-
 async def test_without_logprobs_the_engine_is_not_asked_for_the_prompts(tokenizer: Tokenizer) -> None:
     front, _, _ = fake_front_end(tokenizer)
     job = await front.prepare(completion(prompt=PROMPT, echo=True, n=2))

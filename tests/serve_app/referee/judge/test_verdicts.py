@@ -44,13 +44,6 @@ def test_choices_have_verdicts_of_their_own_and_the_reply_the_worst() -> None:
     assert book.reply("cmpl-b") is None
 
 
-def test_a_check_may_be_quicker_than_the_news_that_the_request_has_ended() -> None:
-    book = VerdictBook(10)
-    book.record(recorded("cmpl-a-0"), VERIFIED, now=11)
-    book.note("r1", Finished("cmpl-a-0", 10, 10.5))
-    assert verdicts(book, "cmpl-a") == ["verified"]
-
-
 def test_a_trip_makes_suspect_what_ended_about_then_whenever_it_is_reported() -> None:
     book = VerdictBook(10)
     times = {"before": (1, 4.9), "within": (1, 6), "running": (9, 14), "after": (11, 12)}

@@ -51,14 +51,6 @@ def test_every_token_has_its_logprob_streamed_or_not(server: str, path: str, kin
             assert (choice.token_ids, choice.text) == (other.token_ids, other.text)
 
 
-def test_the_prompt_belongs_to_each_choice_where_a_stream_names_it_once() -> None:
-    for server in ("truespec", "vllm"):
-        first, second = read(server, "chat-streamed-two-choices").choices.values()
-        assert first.prompt_token_ids
-        assert first.prompt_token_ids == second.prompt_token_ids
-        assert first.token_ids != second.token_ids
-
-
 def test_usage_is_read_where_it_is() -> None:
     ours = read("truespec", "chat-streamed-usage")
     assert (ours.num_tokens, ours.num_cached) == (3, 32)
