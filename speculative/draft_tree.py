@@ -72,10 +72,6 @@ class DraftTree:
         paths = [() if start == 0 else (0, *self.path(start)[:-1]) for start in starts]
         return tuple(Branch(*branch) for branch in zip(starts, stops, paths, strict=True))
 
-    def ranks_on(self, path: tuple[int, ...]) -> tuple[int, ...]:
-        """The place of each node on a path among the candidates for its position, the first one 0."""
-        return tuple(self.children[self.parents[node - 1]].index(node) for node in path)
-
     def path(self, node: int) -> tuple[int, ...]:
         """The nodes from the first draft to this one; () of node 0."""
         return self._paths[node]

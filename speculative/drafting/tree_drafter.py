@@ -46,14 +46,12 @@ class TreeDrafter(ModelDrafter):
         self._widths = widths
 
     def propose(self, batch: Batch) -> DraftOutput:
-        """A tree for each entry, of its `max_drafts` levels and as wide as is planned. A repeated passage has no
-        siblings."""
+        """A tree for each entry, of its `max_drafts` levels. A repeated passage has no siblings."""
         drafting, hidden = self.begin_round(batch)
         if not drafting:
             return DraftOutput.pack([entry.repeated for entry in batch.entries], PointMass())
-        widths = batch.widths or self._widths
-        trees = [DraftTree.of_widths(widths[: entry.max_drafts]) for entry in drafting]
-        drafts = self._grow(drafting, trees, widths, hidden)
+        trees = [DraftTree.of_widths(self._widths[: entry.max_drafts]) for entry in drafting]
+        drafts = self._grow(drafting, trees, hidden)
         self.end_round(drafting, [tokens[: entry.max_drafts] for entry, tokens in zip(drafting, drafts, strict=True)])
         made, shapes = iter(drafts), iter(trees)
         tokens = [next(made) if entry.by_drafter else entry.repeated for entry in batch.entries]
@@ -63,9 +61,7 @@ class TreeDrafter(ModelDrafter):
         ]
         return replace(DraftOutput.pack(tokens, Candidates()), trees=tuple(whole))
 
-    def _grow(
-        self, entries: Sequences[Entry], trees: Sequences[DraftTree], widths: tuple[int, ...], hidden: Tensor
-    ) -> list[list[int]]:
+    def _grow(self, entries: Sequences[Entry], trees: Sequences[DraftTree], hidden: Tensor) -> list[list[int]]:
         """The tokens of each tree's nodes, level by level; hidden: [E, hidden] of the entries' pending tokens."""
         drafts = [[-1] * len(tree) for tree in trees]
         sequences = [entry.sequence for entry in entries]
@@ -73,7 +69,7 @@ class TreeDrafter(ModelDrafter):
             own.slots(len(own.tokens) + len(tree), self._block_size) for own, tree in zip(sequences, trees, strict=True)
         ]
         nodes = [(index, 0) for index in range(len(entries))]  # those whose candidates are next, a row of hidden each
-        for depth, width in enumerate(widths):
+        for depth, width in enumerate(self._widths):
             owners = [sequences[index] for index, _ in nodes]
             columns = self.sampler.candidates(owners, self.model.logits(hidden), depth, width)
             tokens = columns if self.model.ids is None else self.model.ids[columns]

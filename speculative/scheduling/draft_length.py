@@ -8,7 +8,6 @@ A round's plan depends on earlier rounds and on the clock, never on the random n
 changes no distribution. It does change where rounds begin, and so which text a seed gives, unless the request is
 reproducible. (Requests with the same seed share random numbers, as they do without any drafts.)"""
 
-import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,6 @@ from itertools import accumulate
 from operator import mul
 
 from speculative.config import DrafterConfig
-from speculative.draft_tree import rows_of_levels
 from speculative.scheduling.acceptance_rates import AcceptanceRates
 from speculative.scheduling.passages import Passages, best_count
 from speculative.scheduling.step_cost import StepCost, Work
@@ -32,15 +30,11 @@ _TRY_EVERY = 8  # of the steps at a new load, where another is known: what it co
 _LEAST_GAIN = 1.02  # in tokens a second, for which anything is drafted: what drafts cost is less certain
 _CLEAR_GAIN = 1.05  # for which a passage is: what is expected of it is less certain still
 _MOST_BEHIND = 512  # tokens; of longer prompts a drafter computes the rest while the target does
-# The chance that a further candidate is right where those before it are not. Of the tokens that k candidates miss, 2k
-# miss 0.77, too: measured for k = 1, 2 and 4.
-_SIBLINGS = [1 - 0.77 ** math.log2((k + 1) / k) for k in range(1, 64)]
 
 ExpectedRates = tuple[Sequences[float], Sequences[float]]
 """The share of drafts accepted at each position: of sampled drafts, and of greedy requests' ones."""
 
-_Widths = tuple[int, ...]  # of trees: candidates for each position
-_Own = tuple[AcceptanceRates, AcceptanceRates]  # of one request: its first candidates accepted, its drafts made
+_Own = tuple[AcceptanceRates, AcceptanceRates]  # of one request: its drafts accepted, and made
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +43,10 @@ class DraftPlan:
 
     lengths: most drafts of a request, by its id; others get as many as are wanted.
     repeated: by id, the tokens of a passage that is drafted in a model's place.
-    widths: of trees: candidates for each position; () = as configured.
     """
 
     lengths: Mapping[str, int] = field(default_factory=dict)
     repeated: Mapping[str, list[int]] = field(default_factory=dict)
-    widths: _Widths = ()
 
     def most(self, request_id: str, wanted: int) -> int:
         """Return how many drafts a request gets, at most `wanted`."""
@@ -87,23 +79,22 @@ class DraftLength:
 class DynamicLength(DraftLength):
     """The number of drafts that gives the most tokens a second, for each sequence of a batch; none where none pay.
 
-    Trees are as wide as pays, too: what a further candidate adds is learned apart from how often the first is right.
-    Now and then a few sequences try the length or width that was not tried for the longest time, to see whether what is
-    believed of it still holds; the steps are chosen by counting.
+    Now and then a few sequences try the length that was not tried for the longest time, to see whether what is believed
+    of it still holds; the steps are chosen by counting. Of a tree's position a draft counts as accepted if one of its
+    candidates is.
 
     Args:
         most: tokens that a drafter makes for a sequence.
         most_repeated: tokens of a repeated passage that are drafted in a model's place where they promise more.
-        widths: candidates for each position where drafts are trees.
+        rows: drafts of the first 0, 1, ... positions together, more than one each where they are trees.
         stats: gets the time of steps with drafts, and what their tokens would have taken without.
     """
 
-    def __init__(self, most: int, most_repeated: int = 0, widths: _Widths = (), stats: StepStats | None = None) -> None:
+    def __init__(
+        self, most: int, most_repeated: int = 0, rows: Sequences[int] = (), stats: StepStats | None = None
+    ) -> None:
         self._most, self._passages = most, Passages(most_repeated)
-        widths = widths or (1,) * most
-        limits = [2**power for power in range(max(widths).bit_length()) if 2**power < max(widths)]
-        narrower = [tuple(min(width, limit) for width in widths) for limit in limits]
-        self._shapes: list[_Widths] = [*narrower, widths]
+        self._rows = rows or range(most + 1)
         self._stats = stats or StepStats()
         self._costs: dict[int, StepCost] = {}  # by the number of binary digits of the number of sequences
         self._expected_rates: ExpectedRates = (), ()
@@ -112,10 +103,8 @@ class DynamicLength(DraftLength):
     def restart(self, expected: ExpectedRates | None = None) -> None:
         """Implement `DraftLength.restart`."""
         self._expected_rates = self._expected_rates if expected is None else expected
-        # Of sampled drafts and of greedy requests' ones, which differ: of first candidates by position, of others by
-        # their place among the candidates.
+        # Of sampled drafts and of greedy requests' ones, which differ.
         self._rates = [AcceptanceRates(self._most, keep=0.998, expected=rates) for rates in self._expected_rates]
-        self._siblings = [AcceptanceRates(max(self._shapes[-1]) - 1, keep=0.9993, expected=_SIBLINGS) for _ in range(2)]
         # The share made of the drafts that were asked for: where nothing repeats, a lookup finds none.
         self._made = AcceptanceRates(self._most, keep=0.998, expected=(1.0,) * self._most)
         self._passages.restart()
@@ -124,9 +113,8 @@ class DynamicLength(DraftLength):
         self._decoding: list[Sequence] = []
         self._plan = DraftPlan()
         self._kept_until = 0  # step, while the sequences are the same
-        self._shape = self._shapes[-1]
         self._num_steps = self._num_trials = self._probed_at = 0
-        self._tried: dict[tuple[int, _Widths], int] = {}  # the step in which each length and shape was planned last
+        self._tried: dict[int, int] = {}  # the step in which each length was planned last
         self.is_trial = False  # whether all steps serve to learn what steps cost
 
     def forget(self, request_id: str) -> None:
@@ -166,53 +154,49 @@ class DynamicLength(DraftLength):
         if self.is_trial or not (cost.is_known or (cost.is_borrowed and self._num_steps % _TRY_EVERY)):
             self._try()
             return
-        choices = {shape: self._best_of_shape(cost, shape) for shape in self._shapes}
-        self._shape = max(choices, key=lambda shape: choices[shape][0])
-        _, lengths = choices[self._shape]
+        lengths = self._best(cost)
         if self._num_steps < self._probed_at + _PROBE_EVERY * (1 if any(lengths) else 2):
             self._is_trying, self._kept_until = False, self._num_steps + _LOOK_EVERY
-            self._set(lengths, self._shape)
+            self._set(lengths)
         else:
             self._probed_at, self._kept_until = self._num_steps, self._num_steps + _PROBE_STEPS
             self._probe(lengths)
 
-    def _set(self, lengths: Sequences[int], shape: _Widths, repeated: Mapping[str, list[int]] | None = None) -> None:
+    def _set(self, lengths: Sequences[int], repeated: Mapping[str, list[int]] | None = None) -> None:
         ids = [sequence.request.request_id for sequence in self._speculating]
-        self._plan = DraftPlan(dict(zip(ids, lengths, strict=True)), repeated or {}, shape)
-        self._tried[max(lengths), shape] = self._num_steps
+        self._plan = DraftPlan(dict(zip(ids, lengths, strict=True)), repeated or {})
+        self._tried[max(lengths)] = self._num_steps
 
     def _try(self) -> None:
         """Every length in turn, the longest first: behind a step without drafts a drafter has more to catch up with.
-        Then rows without a model's drafts, as many as a passage may have. Then the same with fewer candidates, and for
-        half of the sequences, which tells rows from the drafter's passes."""
+        Then rows without a model's drafts, as many as a passage may have. Then the same for half of the sequences,
+        which tells rows from the drafter's passes."""
         turn, trial = divmod(self._num_trials, self._most + 1 + self._passages.num_trials)
         self._num_trials += 1
         length = max(0, self._most - trial)
         lengths = [0 if turn % 2 and index % 2 else length for index in range(len(self._speculating))]
         made_up = self._passages.make_up(self._speculating, trial - self._most - 1) if trial > self._most else {}
-        self._set(lengths, self._shapes[-1 - turn % len(self._shapes)], made_up)
+        self._set(lengths, made_up)
 
     def _probe(self, lengths: list[int]) -> None:
         """Plan what was not tried for the longest time of what might pay by now, for a few sequences."""
-        longest, widest = max(lengths), self._shapes[-1]
-        probes = [(min(longest + 1, self._most), self._shape), (max(longest, 1), widest), (0, self._shape)]
-        probes = probes if longest else probes[:2]
-        length, shape = min(probes, key=lambda probe: self._tried.get(probe, 0))
+        longest = max(lengths)
+        probes = (min(longest + 1, self._most), max(longest, 1), 0) if longest else (1,)
+        length = min(probes, key=lambda probe: self._tried.get(probe, 0))
         behind = [self._num_missed(sequence) for sequence in self._speculating]
         few = sorted(range(len(lengths)), key=behind.__getitem__)[:_SEQUENCES_A_PROBE]
-        self._set([length if index in few else min(own, length, 1) for index, own in enumerate(lengths)], shape)
+        self._set([length if index in few else min(own, length, 1) for index, own in enumerate(lengths)])
 
-    def _best_of_shape(self, cost: StepCost, shape: _Widths) -> tuple[float, list[int]]:
-        """Assign drafts one by one, the likeliest to be accepted first, and stop where tokens a second are highest: how
-        many they are, and the lengths."""
+    def _best(self, cost: StepCost) -> list[int]:
+        """Assign drafts one by one, the likeliest to be accepted first, and stop where tokens a second are highest."""
         drafts, made = [], []  # (1 - chance that it is made and accepted, which falls along each row, position, owner)
         for owner, sequence in enumerate(self._speculating):
-            shares, chances = self._expected(sequence, shape)
+            shares, chances = self._expected(sequence)
             drafts += [(1 - chance, place, owner) for place, chance in enumerate(chances)]
             made.append(shares)
         drafts.sort()
         behind = [self._num_missed(one) / max(1, one.params.max_tokens - one.num_output) for one in self._speculating]
-        rows, work, tokens = rows_of_levels(shape), self._work(), float(len(self._decoding))
+        rows, work, tokens = self._rows, self._work(), float(len(self._decoding))
         speeds = [tokens / cost.seconds(work)]
         for lost, place, owner in drafts:
             tokens += 1 - lost
@@ -224,20 +208,18 @@ class DynamicLength(DraftLength):
         best = max(range(len(speeds)), key=speeds.__getitem__)
         best = best if speeds[best] > _LEAST_GAIN * speeds[0] else 0
         owners = [owner for _, _, owner in drafts[:best]]
-        return speeds[best], [owners.count(owner) for owner in range(len(behind))]
+        return [owners.count(owner) for owner in range(len(behind))]
 
     def _work(self, num_drafts: float = 0, longest: int = 0) -> Work:
         context = sum(len(sequence.tokens) for sequence in self._decoding)
         return Work(len(self._decoding), num_drafts, longest, context)
 
-    def _expected(self, sequence: Sequence, shape: _Widths) -> tuple[list[float], list[float]]:
+    def _expected(self, sequence: Sequence) -> tuple[list[float], list[float]]:
         """Return the share of drafts that are made where they are asked for, and the chance that all up to it are made
         and accepted, by position."""
         (own_rates, own_made), greedy = self._own[sequence.request.request_id], sequence.params.greedy
         shares, rates = own_made.blended(self._made.blended()), own_rates.blended(self._rates[greedy].hoped_for())
-        missed = [1.0, *accumulate((1 - rate for rate in self._siblings[greedy].hoped_for()), mul)]
-        held = (1 - (1 - rate) * missed[width - 1] for rate, width in zip(rates, shape, strict=True))
-        return shares, [*map(mul, shares, accumulate(held, mul))]
+        return shares, [*map(mul, shares, accumulate(rates, mul))]
 
     def _num_missed(self, sequence: Sequence) -> int:
         """Count the tokens that a drafter has to catch up with, beyond those of an ordinary round."""
@@ -249,9 +231,9 @@ class DynamicLength(DraftLength):
         found = [(one, passage) for one in self._speculating if (passage := self._passages.find(one))]
         if not found:
             return self._plan
-        cost, rows, lengths = self.cost(len(self._decoding)), rows_of_levels(self._shape), dict(self._plan.lengths)
+        cost, rows, lengths = self.cost(len(self._decoding)), self._rows, dict(self._plan.lengths)
         repeated = dict[str, list[int]]()
-        gained = {one.request.request_id: self._expected(one, self._shape)[1] for one in self._speculating}
+        gained = {one.request.request_id: self._expected(one)[1] for one in self._speculating}
         tokens = len(self._decoding) + sum(sum(gained[name][:length]) for name, length in lengths.items())
         num_drafts = sum(rows[length] for length in lengths.values())
         for sequence, passage in found:
@@ -274,7 +256,6 @@ class DynamicLength(DraftLength):
         self, entries: Sequences[Entry], results: Sequences[SequenceResult], step_s: float, longest: int | None = None
     ) -> None:
         """Count what was accepted, and what a step took that only decoded."""
-        widths = self._plan.widths or self._shape
         num_drafts, most, missed, is_plain = 0, 0, 0, bool(entries)
         for entry, result in zip(entries, results, strict=True):
             name, sequence = entry.sequence.request.request_id, entry.sequence
@@ -292,13 +273,16 @@ class DynamicLength(DraftLength):
                 num_drafts += result.num_drafted
                 self._passages.observe(sequence, result)
                 continue
-            num_drafts += rows_of_levels(widths)[min(result.num_drafted, self._most)]
+            num_drafts += self._rows[min(result.num_drafted, self._most)]
             most = max(most, result.num_drafted)
             # Of a first draft's prompt a part may have been shared, or computed with the target.
             is_plain &= self.is_trial or name in self._drafted_at
             missed += self._num_missed(sequence)
             self._drafted_at[name] = len(sequence.tokens)
-            self._count(sequence, result, widths)
+            own_rates, _ = self._own[name]
+            hits = [True] * result.num_accepted + [False] * (result.num_accepted < result.num_drafted)
+            for rates in (own_rates, self._rates[sequence.params.greedy]):
+                rates.observe(hits)
         if not is_plain:
             return
         cost, context = self.cost(len(entries)), sum(len(entry.sequence.tokens) for entry in entries)
@@ -310,21 +294,9 @@ class DynamicLength(DraftLength):
             self._stats.speculated_plain_s += plain_s * num_tokens / len(entries)
         cost.observe(work, step_s)
 
-    def _count(self, sequence: Sequence, result: SequenceResult, widths: _Widths) -> None:
-        """Count, at each position, whether the first candidate was right, and if not, which of the others were."""
-        ranks, greedy = [*(result.ranks or (0,) * result.num_accepted)], sequence.params.greedy
-        if result.num_accepted < result.num_drafted:
-            ranks.append(len(_SIBLINGS) + 1)
-        own_rates, _ = self._own[sequence.request.request_id]
-        for rates in (own_rates, self._rates[greedy]):
-            rates.observe([rank == 0 for rank in ranks])
-        if len(self._shapes) > 1:
-            for rank, width in zip(ranks, widths, strict=False):
-                self._siblings[greedy].observe([place == rank for place in range(1, min(width, rank + 1))])
-
 
 def make_draft_length(config: DrafterConfig, stats: StepStats | None = None) -> DraftLength:
     """The configured policy."""
     if config.length != "dynamic":
         return DraftLength()
-    return DynamicLength(config.num_draft_tokens, config.suffix_first, config.widths, stats)
+    return DynamicLength(config.num_draft_tokens, config.suffix_first, config.rows_of_drafts, stats)

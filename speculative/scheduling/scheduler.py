@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable
 
 from speculative.config import EngineConfig
-from speculative.draft_tree import rows_of_levels
 from speculative.request import DEFAULT_VERSION, FinishReason, Request, Round, Speculation, TokenDelta, TokenKind
 from speculative.sampling.logprob_checks import LogprobContract
 from speculative.scheduling.draft_length import DraftLength, DraftPlan
@@ -58,7 +57,7 @@ class Scheduler:
         self.draft_length = draft_length or DraftLength()
         self._plan = DraftPlan()
         self._most_drafts = config.drafter.max_drafts
-        self._widths = config.drafter.widths
+        self._rows = config.drafter.rows_of_drafts
         self.drafter_reads_features = False  # set by `Assembly`, which makes drafters after this
         self.bring_in: Callable[[Sequence], Arrival | None] = lambda _: None  # a handoff, into its blocks; None = it is
         self.speculation = Speculation.ON
@@ -157,7 +156,7 @@ class Scheduler:
                 most_scored -= chunk if sequence.scores_only else 0
                 samples = sequence.num_computed + chunk == len(sequence.tokens)
                 entries.append(Entry(sequence, num_known=chunk, max_drafts=0, samples=samples))
-        return Batch(tuple(entries), self._plan.widths) if entries else None
+        return Batch(tuple(entries)) if entries else None
 
     def _turn(self) -> list[Sequence]:
         """The sequences to compute in this step. Canaries and other requests alternate: if speculation is faulty, a
@@ -257,7 +256,7 @@ class Scheduler:
             return 0, 0
         wanted = self._plan.most(sequence.request.request_id, self._most_drafts)
         is_repeated = sequence.request.request_id in self._plan.repeated
-        rows = range(wanted + 1) if is_repeated else rows_of_levels(self._plan.widths or self._widths)
+        rows = range(wanted + 1) if is_repeated else self._rows
         fits = sequence.num_drafts_that_fit(wanted, self._max_model_len)
         while fits > 0 and (rows[fits] > budget or not self._grow(sequence, 1 + rows[fits])):
             fits -= 1

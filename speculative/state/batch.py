@@ -43,13 +43,9 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The work of one step.
-
-    widths: of trees: candidates for each position; empty = as configured.
-    """
+    """The work of one step."""
 
     entries: tuple[Entry, ...]
-    widths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +228,6 @@ class SequenceResult(NamedTuple):
     fault: which of `INVARIANTS` is broken, so that nothing may be emitted; then the rest is meaningless.
     prompt_logprobs: of the known tokens, for a request for its prompt's logprobs or a scoring one.
     replayed: the places of a scoring request's tokens in its distribution.
-    ranks: of each accepted draft of a tree among the candidates for its position, the first one 0.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -245,7 +240,6 @@ class SequenceResult(NamedTuple):
     fault: str | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     replayed: tuple[ReplayedToken, ...] = ()
-    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

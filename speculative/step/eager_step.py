@@ -68,13 +68,13 @@ class EagerStep:
     def verify(self, batch: Batch, drafts: Proposal, beside: Sequence[Entry] = ()) -> StepOutcome:
         """Run the target over known tokens and drafts, verify and sample, and score what was asked for."""
         del beside  # there is no later step
-        draft, masks, ranks = drafts.draft, drafts.masks, list[tuple[int, ...]]()
+        draft, masks = drafts.draft, drafts.masks
         if draft.trees is None:
             step_input = build_step_input(batch.entries, draft.counts, draft.token_ids, self._config.block_size)
             hidden, features, logits = compute(self.runner, step_input, self.drafter.capture)
         else:
             found = self._search.run(batch, draft, self.drafter.capture)
-            draft, masks, step_input, (hidden, features, logits), ranks = found
+            draft, masks, step_input, (hidden, features, logits) = found
         # Before the scorer, whose `logits_again` reads these features, and before `commit` moves the first position.
         self.drafter.observe(batch, step_input, features)
         outcome = StepOutcome(())
@@ -84,8 +84,6 @@ class EagerStep:
             outcome = self.sampler.sample(step_input, logits, draft.draft_probs, own_masks, np.array(deterministic))
         sampled = iter(outcome.results)
         results = [next(sampled) if entry.samples else SequenceResult() for entry in batch.entries]
-        for index, own in enumerate(ranks):
-            results[index] = results[index]._replace(ranks=own[: results[index].num_accepted])
         for index in drafts.without_q:
             results[index] = SequenceResult(fault="q_missing")
         for index, (entry, row_start) in enumerate(zip(batch.entries, step_input.row_starts.tolist(), strict=False)):

@@ -47,7 +47,7 @@ class StepExecutor:
         left, parts, places = dict(enumerate(batch.entries)), list[StepOutcome](), list[int]()
         for step in self.steps:
             while left and (chosen := list(compress(left, step.takes(tuple(left.values()))))):
-                own = Batch(tuple(map(left.pop, chosen)), widths=batch.widths)
+                own = Batch(tuple(map(left.pop, chosen)))
                 parts.append(self._run(step, own, tuple(left.values())))
                 places += chosen
         return parts[0] if len(parts) == 1 else merge_outcomes(parts, places)

@@ -34,14 +34,12 @@ class Found(NamedTuple):
     masks: what structured entries may emit along them, by entry.
     step_input: the rows on these paths, and those of known tokens.
     computed: of these rows.
-    ranks: of the drafts on each path among the candidates for their positions.
     """
 
     draft: DraftOutput
     masks: dict[int, list[Bools]]
     step_input: StepInput
     computed: TargetOutput
-    ranks: list[tuple[int, ...]]
 
 
 class TreeSearch:
@@ -75,8 +73,7 @@ class TreeSearch:
         judged = np.searchsorted(rows.verify_rows, kept[step_input.verify_rows])
         of_rows, of_logits = (torch.from_numpy(places).to(hidden.device) for places in (kept, judged))
         computed = TargetOutput(hidden[of_rows], features[of_rows], logits[of_logits])
-        ranks = [tree.ranks_on(path) for tree, path in zip(draft.trees, whole, strict=True)]
-        return Found(DraftOutput.pack(said, Candidates()), allowed_masks(batch, said), step_input, computed, ranks)
+        return Found(DraftOutput.pack(said, Candidates()), allowed_masks(batch, said), step_input, computed)
 
     def _find_paths(
         self, entries: Entries[Entry], trees: Entries[DraftTree], drafts: Entries[list[int]], logits: Tensor

@@ -53,7 +53,5 @@ def test_branches_are_the_fewest_runs_of_rows_that_follow_each_other(widths: tup
             assert [names[own] for own in (*ancestors, *range(start, row + 1))] == before(names[row])
 
 
-def test_ranks_are_counted_among_siblings() -> None:
-    tree = DraftTree.of_widths((3, 2))  # a first candidate, its two, the second, its two, ...
-    assert [tree.ranks_on(path) for path in ((), (1, 3), (4, 5), (7, 9))] == [(), (0, 1), (1, 0), (2, 1)]
+def test_the_drafts_of_levels_are_added_up() -> None:
     assert rows_of_levels((3, 2, 1)) == (0, 3, 9, 15)
