@@ -130,7 +130,7 @@ class EngineCore:
                     caches[name].read_all(slots, values)
                 else:
                     values.copy_(extra[name])
-                export.left.append(partial(export.take, values, of_target=name == "kv"))
+                export.left.append(partial(Export.take, values=values, of_target=name == "kv"))
             del shapes["kv"]
             export.describe(sequence.tokens, sequence.num_prompt, sequence.reply.num_cached, shapes)
             export.block_names = sequence.block_hashes(num_computed, self.config.block_size)

@@ -107,7 +107,7 @@ class Export:
         self._end = _START
         self._is_finite = True
         self._header: dict[str, Any] = {}
-        self.left: list[Callable[[], object]] = []  # to be done before it is whole
+        self.left: list[Callable[[Export], object]] = []  # to be done before it is whole; holding it would be a cycle
         self.block_names: Sequence[bytes] = ()  # of its full blocks in the engine's prefix cache
 
     def place(self, shape: Sequence[int]) -> Tensor:
@@ -142,7 +142,7 @@ class Export:
         """Wait for its copies, and seal it: once, and on any thread but the engine's. Raises EngineFault: the keys and
         values contain NaN or infinity; `EngineCore.withdraw` then keeps others from finding them."""
         for do in self.left:
-            do()
+            do(self)
         if not self._is_finite:
             raise EngineFault("The computed keys and values are not finite; nothing was handed off.")
         header = json.dumps(self._header).encode()
