@@ -24,7 +24,7 @@ from speculative.errors import HandoffRefused, InvalidRequest, SequenceTooLong
 from speculative.model.arithmetic import Arithmetic, arithmetic_of
 from speculative.request import Request, Speculation, Structure, TokenDelta
 from speculative.state.batch import Batch, StepOutcome
-from speculative.state.handoff import Arrival, Blob, ComputedTokenState, Export, check_manifest, decode_state
+from speculative.state.handoff import Blob, ComputedTokenState, Export, check_manifest, decode_state
 from speculative.state.kv_cache import KVCache
 from speculative.state.sequence import Phase, Sequence
 from speculative.state.token_constraint import ConstraintMaker, TokenConstraint
@@ -261,7 +261,7 @@ class EngineCore:
             self.self_check.admit(sequence, self.stats)
         self.scheduler.add(sequence)
 
-    def _bring_in(self, sequence: Sequence) -> Arrival | None:
+    def _bring_in(self, sequence: Sequence) -> None:
         """Write what was computed elsewhere into the blocks of a sequence."""
         state = sequence.imported
         assert state is not None
@@ -272,7 +272,6 @@ class EngineCore:
                 slots = self._slots(sequence, start, state.num_computed)
                 cache.write_all(slots, values[name][start:].to(self.device))
             self.drafter.import_state(sequence, state.extra)
-        return None
 
     def _caches(self, sequence: Sequence) -> dict[str, KVCache]:
         """The caches whose rows a handoff of a sequence has, by section."""

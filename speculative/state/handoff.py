@@ -20,7 +20,7 @@ import struct
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,14 +78,6 @@ class ComputedTokenState:
     def num_computed(self) -> int:
         """Tokens whose keys and values are here."""
         return len(self.token_ids) - 1
-
-
-class Arrival(Protocol):
-    """A handoff whose keys and values are being copied into an engine's cache."""
-
-    def cancel(self) -> None:
-        """Have nothing more written into the sequence's blocks than what the device's next step waits for."""
-        ...
 
 
 class Export:
