@@ -1,15 +1,4 @@
-"""Everything the engine may raise.
-
-TruespecError
-├── ConfigError            a setting is wrong, or two settings contradict each other
-│   └── UnsupportedModel   the checkpoint needs something this engine does not do
-├── InvalidRequest         a request can never be served as it is
-│   └── SequenceTooLong    it has more tokens than the engine's longest sequence
-├── EngineOverloaded       the request is fine, there is no room for it now
-├── RequestTimeout         the request took longer than it may
-├── HandoffRefused         a computed-token state does not belong to this engine, or is damaged
-└── EngineFault            the engine broke one of its own rules; the request fails, no token is made up
-"""
+"""Everything the engine may raise: `TruespecError` and those that derive from it."""
 
 import copyreg
 from typing import Any

@@ -18,7 +18,7 @@ class AcceptanceRates:
     than was expected, so will this one be.
 
     Args:
-        num_places: positions of the longest draft, or further candidates for a position.
+        num_places: positions of the longest draft.
         keep: what is left of a round's weight when the next comes, whether that reaches the place or not.
         expected: rates of the first places, as if `_BELIEF` rounds had shown them.
     """

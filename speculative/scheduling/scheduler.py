@@ -396,10 +396,7 @@ class Scheduler:
             return delta
         violations = self.stats.logprob_violations
         violations[kind] = violations.get(kind, 0) + 1
-        error = (
-            f"Logprobs broke their contract ({LOGPROB_RULES[kind]}); the request ends here, and none of them is "
-            f"returned."
-        )
+        error = f"Logprobs broke their contract ({LOGPROB_RULES[kind]}); the request ends here, and none is returned."
         return TokenDelta(request.request_id, finish_reason=FinishReason.ERROR, error=error)
 
     def _settle(self, sequence: Sequence, delta: TokenDelta | None) -> None:
