@@ -67,7 +67,21 @@ def push(
     Raises:
         PushError: the server cannot be reached, refuses the token, or has something else in the place.
     """
-    face = _face(server)
+    parts = urlsplit(server.url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise PushError(f"{server.url!r} is not the URL of a server; give http(s)://HOST[:PORT][/PATH].")
+    if parts.username or parts.password:
+        raise PushError("The URL holds a password; give a service account's token instead (GRAFANA_TOKEN).")
+    if not server.token or not server.token.isascii() or any(letter.isspace() for letter in server.token):
+        raise PushError("The token is empty or holds spaces or line breaks; give a service account's token as it is.")
+    prefix = parts.path.strip("/")
+    face = GrafanaFace(
+        server.token,
+        host=parts.netloc,
+        url_path_prefix=f"{prefix}/" if prefix else "",
+        protocol=parts.scheme,
+        timeout=TIMEOUT_S,
+    )
     changes: list[Change] = []
 
     def bring(what: str, there: dict[str, Any] | None, is_ours: bool, save: Callable[[], Any]) -> None:
@@ -114,25 +128,6 @@ def _holds(there: Any, ours: Any) -> bool:
     if isinstance(ours, list) and isinstance(there, list):
         return len(ours) == len(there) and all(map(_holds, there, ours))
     return bool(there == ours)
-
-
-def _face(server: Server) -> Any:
-    """Grafana's API at an address, which is checked as far as it can be without a call."""
-    parts = urlsplit(server.url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise PushError(f"{server.url!r} is not the URL of a server; give http(s)://HOST[:PORT][/PATH].")
-    if parts.username or parts.password:
-        raise PushError("The URL holds a password; give a service account's token instead (GRAFANA_TOKEN).")
-    if not server.token or not server.token.isascii() or any(letter.isspace() for letter in server.token):
-        raise PushError("The token is empty or holds spaces or line breaks; give a service account's token as it is.")
-    prefix = parts.path.strip("/")
-    return GrafanaFace(
-        server.token,
-        host=parts.netloc,
-        url_path_prefix=f"{prefix}/" if prefix else "",
-        protocol=parts.scheme,
-        timeout=TIMEOUT_S,
-    )
 
 
 def _read(ask: Callable[[str], Any], name: str, url: str) -> dict[str, Any] | None:

@@ -92,7 +92,29 @@ def demo(json_file: Path | None, port: int, file: Path) -> None:
             print_text = partial(out.print, end="", markup=False, highlight=False, soft_wrap=True)
             figures = run_demo(service, report, print_text, token if rehearses else None)
             curl = curl_line(service)
-    _print_figures(figures)
+    speeds = Table(title="Speed without drafts and with them, tokens/s", show_header=False)
+    for one in figures["tasks"]:
+        spread = f"rounds: {one['least_ratio']:.2f} to {one['most_ratio']:.2f}"
+        pair = f"{one['tokens_per_s_off']:.0f} to {one['tokens_per_s_on']:.0f}"
+        speeds.add_row(one["task"], pair, f"{one['ratio']:.2f} times ({spread})")
+    out.print(speeds)
+    say(
+        "A small model on a few cores gains where its answer repeats text; elsewhere drafts cost about what they save. "
+        "A larger one gains more: its step takes as long as reading its weights does, for one token or several drafts."
+    )
+    table = Table(title="What the service measured of itself", show_header=False)
+    rows = (
+        ("acceptance rate", "acceptance_rate", "{:.1%}"),
+        ("mean accepted length", "mean_accepted_length", "{:.2f} tokens a round"),
+        ("first token after", "first_token_s", "{:.2f} s"),
+        ("TME (1.00 = the logprobs are right)", "tme", "{:.4f}"),
+        ("self-check terms taken", "selfcheck_terms", "{}"),
+        ("self-check alarms", "selfcheck_alarms", "{}"),
+    )
+    for label, key, form in rows:
+        value = figures[key]
+        table.add_row(label, "nothing was counted" if value is None else form.format(value))
+    out.print(table)
     if (busy_cores := figures["others_cores"] or 0.0) > BUSY_CORES:
         cores = os.cpu_count() or 1
         say(
@@ -125,29 +147,3 @@ def served(file: ServeFile, address: str | None, report: Callable[[str], None] |
         service = Service(*running)
         with service.client:
             yield service
-
-
-def _print_figures(figures: dict[str, Any]) -> None:
-    speeds = Table(title="Speed without drafts and with them, tokens/s", show_header=False)
-    for one in figures["tasks"]:
-        spread = f"rounds: {one['least_ratio']:.2f} to {one['most_ratio']:.2f}"
-        pair = f"{one['tokens_per_s_off']:.0f} to {one['tokens_per_s_on']:.0f}"
-        speeds.add_row(one["task"], pair, f"{one['ratio']:.2f} times ({spread})")
-    out.print(speeds)
-    say(
-        "A small model on a few cores gains where its answer repeats text; elsewhere drafts cost about what they save. "
-        "A larger one gains more: its step takes as long as reading its weights does, for one token or several drafts."
-    )
-    table = Table(title="What the service measured of itself", show_header=False)
-    rows = (
-        ("acceptance rate", "acceptance_rate", "{:.1%}"),
-        ("mean accepted length", "mean_accepted_length", "{:.2f} tokens a round"),
-        ("first token after", "first_token_s", "{:.2f} s"),
-        ("TME (1.00 = the logprobs are right)", "tme", "{:.4f}"),
-        ("self-check terms taken", "selfcheck_terms", "{}"),
-        ("self-check alarms", "selfcheck_alarms", "{}"),
-    )
-    for label, key, form in rows:
-        value = figures[key]
-        table.add_row(label, "nothing was counted" if value is None else form.format(value))
-    out.print(table)

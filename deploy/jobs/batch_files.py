@@ -76,9 +76,25 @@ def _request(entry: Any, others: Collection[str]) -> BatchRequest:
 class BatchOutput:
     """The output file: one line for each id, on disk before it counts."""
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
+    def __init__(self, path: Path, file: BinaryIO, expected: Collection[str]) -> None:
         self.outcomes: dict[str, str] = {}  # of each id: the verdict, "answered" without one, or "refused"
-        self._path, self._file = path, file
+        self._file = file
+        file.seek(0)
+        whole = 0
+        for number, line in enumerate(file, start=1):
+            begun = line.rstrip(b"\0")[: len(_LINE_BEGINS)]  # zeros: after a loss of power
+            if not line.endswith(b"\n") and _LINE_BEGINS.startswith(begun):
+                file.truncate(whole)
+                break
+            try:
+                result = json.loads(line)
+                custom_id, outcome = result["custom_id"], _outcome(result["response"])
+                if custom_id not in expected or custom_id in self.outcomes:
+                    raise ValueError(f"{custom_id!r} is not of the input, or twice here")
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise ConfigError(f"{path} line {number} is no answer to this batch: {error}.") from error
+            self.outcomes[custom_id] = outcome
+            whole += len(line)
 
     @classmethod
     @contextmanager
@@ -97,9 +113,7 @@ class BatchOutput:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise ConfigError(f"{path} is being written by another process; wait for it ({error}).") from error
-            output = cls(path, file)
-            output._recover(expected)
-            yield output
+            yield cls(path, file, expected)
 
     def append(self, custom_id: str, attempt: Attempt, body: dict[str, Any]) -> None:
         """Add the line of a request with the body of its reply; it is on disk when this returns."""
@@ -110,24 +124,6 @@ class BatchOutput:
         self._file.flush()
         os.fsync(self._file.fileno())
         self.outcomes[custom_id] = _outcome(response)
-
-    def _recover(self, expected: Collection[str]) -> None:
-        self._file.seek(0)
-        whole = 0
-        for number, line in enumerate(self._file, start=1):
-            begun = line.rstrip(b"\0")[: len(_LINE_BEGINS)]  # zeros: after a loss of power
-            if not line.endswith(b"\n") and _LINE_BEGINS.startswith(begun):
-                self._file.truncate(whole)
-                break
-            try:
-                result = json.loads(line)
-                custom_id, outcome = result["custom_id"], _outcome(result["response"])
-                if custom_id not in expected or custom_id in self.outcomes:
-                    raise ValueError(f"{custom_id!r} is not of the input, or twice here")
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise ConfigError(f"{self._path} line {number} is no answer to this batch: {error}.") from error
-            self.outcomes[custom_id] = outcome
-            whole += len(line)
 
 
 def _outcome(response: dict[str, Any]) -> str:

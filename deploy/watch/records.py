@@ -129,29 +129,21 @@ def _exchange(record: Json, bodies: Mapping[str, tuple[str, Json]], name: str) -
     if not isinstance(record, dict):
         raise ValueError("it is not an object")
     if "custom_id" in record and "request" not in record:
-        return _of_batch(record, bodies)
+        custom_id, response = str(record["custom_id"]), record.get("response")
+        if response is None or response.get("status_code") != _OK:
+            return "the batch has no answer to it"
+        if custom_id not in bodies:
+            raise ValueError(f"the requests have no {custom_id!r}; name the batch's input with --requests")
+        path, body = bodies[custom_id]
+        if path not in WATCHED_PATHS:
+            return f"{path[:40]} generates nothing that can be computed again"
+        return _made(path, body, dict(response["body"]) | {"id": custom_id}, record)
     if "request" in record:
         request, response = dict(record["request"]), dict(record["response"])
         path = record.get("path") or (CHAT if "messages" in request else COMPLETIONS)
         return _made(path, request, {"id": name, **response}, record)
     if not all(field in record for field in _ROLLOUT):
         raise ValueError(f"its fields are {', '.join(sorted(record)) or 'none'}"[:300])
-    return _of_rollout(record, name)
-
-
-def _of_batch(record: Json, bodies: Mapping[str, tuple[str, Json]]) -> Exchange | str:
-    custom_id, response = str(record["custom_id"]), record.get("response")
-    if response is None or response.get("status_code") != _OK:
-        return "the batch has no answer to it"
-    if custom_id not in bodies:
-        raise ValueError(f"the requests have no {custom_id!r}; name the batch's input with --requests")
-    path, body = bodies[custom_id]
-    if path not in WATCHED_PATHS:
-        return f"{path[:40]} generates nothing that can be computed again"
-    return _made(path, body, dict(response["body"]) | {"id": custom_id}, record)
-
-
-def _of_rollout(record: Json, name: str) -> Exchange:
     ids, logprobs = list(record["token_ids"]), record.get("logprobs")
     request = {field: record[field] for field in _SAMPLING if record.get(field) is not None}
     request |= {"prompt": list(record["prompt_token_ids"]), "temperature": record.get("temperature", 1.0)}

@@ -1,7 +1,7 @@
 """The verdict of a referee's report in sentences, and its texts and numbers as they are shown."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from deploy.reports.model import Cell
@@ -26,17 +26,6 @@ def headline(report: Report) -> Cell:
     if "suspect" in found:
         return Cell(f"No alarm in {seen}, but {found['suspect']}", "bad")
     return Cell(f"No alarm in {seen}", "ok")
-
-
-def _alarm_sentence(findings: Iterable[Mapping[str, Any]]) -> str:
-    """Describe the first finding; if its stratum is one of several that show it, that of all tokens."""
-    found = list(findings)
-    first = next((one for one in found if (one["alarm"], one["stratum"]) == (found[0]["alarm"], "all")), found[0])
-    where = "" if first["stratum"] == "all" else f" of the stratum {first['stratum']}"
-    others = sorted({one["alarm"] for one in found} - {first["alarm"]})
-    also = f"; also found: {', '.join(others)}" if others else ""
-    says = meaning_of(first["alarm"], first["side"])
-    return f"An alarm: {says} ({first['alarm']}), after {count(first['tokens'], 'token')}{where}{also}"
 
 
 def _nothing_compared(report: Report) -> bool:
@@ -66,7 +55,16 @@ def shortcomings(report: Report) -> dict[str, str]:
     found: dict[str, str] = {}
     answers, requests = report["answers"], report["requests"]
     if report["findings"]:
-        found["alarm"] = _alarm_sentence(report["findings"])
+        # Of the first finding; if its stratum is one of several that show it, that of all tokens.
+        alarms = report["findings"]
+        first = next(
+            (one for one in alarms if (one["alarm"], one["stratum"]) == (alarms[0]["alarm"], "all")), alarms[0]
+        )
+        where = "" if first["stratum"] == "all" else f" of the stratum {first['stratum']}"
+        others = sorted({one["alarm"] for one in alarms} - {first["alarm"]})
+        also = f"; also found: {', '.join(others)}" if others else ""
+        says = meaning_of(first["alarm"], first["side"])
+        found["alarm"] = f"An alarm: {says} ({first['alarm']}), after {count(first['tokens'], 'token')}{where}{also}"
     if failed := [one["probe"] for one in report.get("audit", {}).get("probes", ()) if one["findings"]]:
         found["probes"] = f"{count(len(failed), 'probe')} failed: {', '.join(failed)}"
     if num := int(max(answers["verdicts"].get("suspect", 0), len(report["suspect"]))):

@@ -206,19 +206,16 @@ def _choices(text: str) -> list[str]:
 
 
 def _check_size(structure: Structure) -> None:
-    num_bytes = len(structure.text.encode(errors="replace"))
-    if num_bytes > MAX_FORM_BYTES:
-        raise _refused(structure, f"it has {num_bytes} bytes; the limit is {MAX_FORM_BYTES}")
-    if structure.kind in ("json_schema", "grammar"):
-        _check_divisors(structure)
-
-
-def _check_divisors(structure: Structure) -> None:
-    """Refuse divisors that would be compiled for minutes, or wrongly.
+    """Refuse what is too long, and divisors that would be compiled for minutes, or wrongly.
 
     `multipleOf` becomes an automaton with a state per remainder, and several that meet in one number become one with
     their least common multiple, which the library's limits do not count and its 32-bit products may overflow.
     """
+    num_bytes = len(structure.text.encode(errors="replace"))
+    if num_bytes > MAX_FORM_BYTES:
+        raise _refused(structure, f"it has {num_bytes} bytes; the limit is {MAX_FORM_BYTES}")
+    if structure.kind not in ("json_schema", "grammar"):
+        return
     text = re.sub(r"\\u00([0-7][0-9a-fA-F])", lambda match: chr(int(match[1], 16)), structure.text)
     found = re.findall(r'"multipleOf"\s*:\s*(\d+(?:\.\d+)?(?:[eE][-+]?\d{1,3})?)', text)
     divisors = [Fraction(number) for number in found]

@@ -290,7 +290,11 @@ class ModelDrafter(Drafter):
             pending.append(start)
             if offset > 0:
                 hidden.append(self._run_up_to(sequence, state, pending))
-                hidden[-1][-1:] = self._run_drafts(sequence, start, offset, hidden[-1][-1:])
+                slots, last = sequence.slots(start + offset, self._block_size), hidden[-1][-1:]
+                for position in range(start, start + offset):  # drafts; their rows are computed again with true inputs
+                    token = np.array(sequence.tokens[position : position + 1], np.int64)
+                    last = self._run(token, last, [(position, position + 1)], [slots[: position + 1]])
+                hidden[-1][-1:] = last
                 pending = []
         if pending:
             hidden.append(self._run_up_to(sequence, state, pending))
@@ -301,15 +305,6 @@ class ModelDrafter(Drafter):
         jobs = [_Job(sequence, state, start, stop) for start, stop in pairwise([state.num_computed, *stops])]
         hidden = self._compute(self._rows(jobs, self._features_of(jobs)))
         state.num_computed = stops[-1]  # features of this step's rows stay: they are not committed yet
-        return hidden
-
-    def _run_drafts(self, sequence: Sequence, start: int, count: int, hidden: Tensor) -> Tensor:
-        """The hidden state [1, hidden] after so many drafts of a round, from that of its first one; their rows are
-        computed again with true inputs."""
-        slots = sequence.slots(start + count, self._block_size)
-        for position in range(start, start + count):
-            token = np.array(sequence.tokens[position : position + 1], np.int64)
-            hidden = self._run(token, hidden, [(position, position + 1)], [slots[: position + 1]])
         return hidden
 
     # -- handoff ------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 from speculative.errors import ConfigError, UnsupportedModel
@@ -145,9 +144,21 @@ class ModelConfig:
     @classmethod
     def from_json(cls, config: Json) -> "ModelConfig":
         """Read the content of a config.json; raises what `from_folder` raises."""
-        architecture = _architecture(config)
+        architectures, model_type = config.get("architectures") or [], config.get("model_type")
+        if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in FAMILIES:
+            found = brief(architectures) if architectures else f"none (model_type {model_type!r})"
+            known = ", ".join(sorted(FAMILIES))
+            raise UnsupportedModel(f"config.json: `architectures` is {found}; this engine runs {known}. Or {FIX}.")
+        architecture = str(architectures[0])
+        family = import_module(f"speculative.model.families.{FAMILIES[architecture]}")
+        own = family.MODEL_TYPE
+        if model_type not in (None, own):
+            raise UnsupportedModel(
+                f"config.json: `architectures` is {architecture}, whose `model_type` is {own!r}, and `model_type` is "
+                f"{model_type!r}; correct the one that is wrong, or {FIX}."
+            )
         file = ConfigFile(config)
-        model: ModelConfig = _family(architecture).read(file)
+        model: ModelConfig = family.read(file)
         file.refuse_unknown()
         if model.num_heads % model.num_kv_heads != 0:
             raise ConfigError(
@@ -217,22 +228,3 @@ def windowed(
         )
         for kind, layer_type in zip(model.layer_kinds, types, strict=True)
     )
-
-
-def _architecture(config: Json) -> str:
-    architectures, model_type = config.get("architectures") or [], config.get("model_type")
-    if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in FAMILIES:
-        found = brief(architectures) if architectures else f"none (model_type {model_type!r})"
-        known = ", ".join(sorted(FAMILIES))
-        raise UnsupportedModel(f"config.json: `architectures` is {found}; this engine runs {known}. Or {FIX}.")
-    own = _family(architectures[0]).MODEL_TYPE
-    if model_type not in (None, own):
-        raise UnsupportedModel(
-            f"config.json: `architectures` is {architectures[0]}, whose `model_type` is {own!r}, and `model_type` is "
-            f"{model_type!r}; correct the one that is wrong, or {FIX}."
-        )
-    return str(architectures[0])
-
-
-def _family(architecture: str) -> ModuleType:
-    return import_module(f"speculative.model.families.{FAMILIES[architecture]}")

@@ -92,27 +92,21 @@ class Decoder(FusibleLayer):
             hidden, features = self.fused.run(hidden, positions, attend.native, capture)
             hidden = self.norm(hidden)
         else:
-            hidden, features = self._run_layers(hidden, positions, attend, capture)
+            rotations: list[Rotation] = [
+                self.ops.rotation(cast("Rotary", rotary), positions, hidden) for rotary in self.rotaries
+            ]
+            features = []
+            layers = cast("list[DecoderLayer]", list(self.layers))
+            normed = layers[0].input_norm(hidden)
+            following = (*(layer.input_norm for layer in layers[1:]), self.norm)
+            for index, (layer, norm) in enumerate(zip(layers, following, strict=True)):
+                if index in capture:
+                    features.append(hidden)
+                hidden, update = layer(hidden, normed, rotations[self._rotary_of[index]], attend, index)
+                hidden, normed = self.ops.add_norm(hidden, update, norm)
+            assert isinstance(normed, Tensor), "the LM head has no FP8 weights"
+            hidden = normed
         return hidden, torch.cat(features, dim=-1) if features else hidden[:, :0]
-
-    def _run_layers(
-        self, hidden: Tensor, positions: Tensor, attend: Attend, capture: tuple[int, ...]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """The hidden states [N, hidden_size] after the final norm, and what enters the layers of `capture`."""
-        rotations: list[Rotation] = [
-            self.ops.rotation(cast("Rotary", rotary), positions, hidden) for rotary in self.rotaries
-        ]
-        features = []
-        layers = cast("list[DecoderLayer]", list(self.layers))
-        normed = layers[0].input_norm(hidden)
-        following = (*(layer.input_norm for layer in layers[1:]), self.norm)
-        for index, (layer, norm) in enumerate(zip(layers, following, strict=True)):
-            if index in capture:
-                features.append(hidden)
-            hidden, update = layer(hidden, normed, rotations[self._rotary_of[index]], attend, index)
-            hidden, normed = self.ops.add_norm(hidden, update, norm)
-        assert isinstance(normed, Tensor), "the LM head has no FP8 weights"
-        return normed, features
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden_size] -> [R, vocab_size] float32."""

@@ -54,18 +54,14 @@ def model_fingerprint(folder: Path, config: Eagle3Config | None = None, *, weigh
                 digest.update(chunk)
     fingerprint = str(digest.hexdigest())
     with contextlib.suppress(OSError):  # a read-only folder only costs the next start some seconds
-        _write_whole(folder / CACHE_FILE, json.dumps({"key": key, "fingerprint": fingerprint}))
+        # Beside it, and then renamed: another replica never reads half a file.
+        descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=CACHE_FILE)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(json.dumps({"key": key, "fingerprint": fingerprint}))
+            os.chmod(temporary, 0o644)  # mkstemp makes it readable by its owner only
+            os.replace(temporary, folder / CACHE_FILE)
+        except OSError:
+            os.unlink(temporary)
+            raise
     return fingerprint
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write beside, then rename: another replica never reads half a file."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)  # mkstemp makes it readable by its owner only
-        os.replace(temporary, path)
-    except OSError:
-        os.unlink(temporary)
-        raise

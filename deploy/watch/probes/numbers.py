@@ -10,7 +10,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from deploy.exchange.client import Attempt
 from deploy.watch.probes.desk import Desk, values_of
 from deploy.watch.probes.trial import ProbeVerdict, Stopped, Trial, probe
-from serve_app.referee.wire.reply import Json
 
 _ROUNDING = 1e-4  # nats; a log-softmax may come out a little above 0
 _MASS = 1e-3
@@ -96,7 +95,20 @@ def counters(desk: Desk, trial: Trial) -> None:
         if counts["generated"] > tokens:
             seen = f"it generated {counts['generated']:.0f} tokens while {tokens} were asked for: it has other clients"
             raise Stopped(ProbeVerdict.UNCLEAR, seen)
-        _check_identities(trial, counts, tokens, bodies)
+        body, accepted, rounds = bodies[0], counts["accepted"], counts["rounds"]
+        seen = f"{counts['generated']:.0f} counted, {tokens} served"
+        trial.check(counts["generated"] == tokens, body, "every generated token counted once", seen)
+        seen = f"{accepted:.0f} accepted of {counts['drafted']:.0f} drafted"
+        trial.check(accepted <= counts["drafted"], body, "no more accepted than drafted", seen)
+        at = [value for name, value in sorted(counts.items()) if name.startswith("at ")]
+        if at:
+            seen = f"{', '.join(f'{value:.0f}' for value in at)}; {accepted:.0f} in all"
+            falling = at == sorted(at, reverse=True)
+            trial.check(falling and sum(at) == accepted, body, "accepted tokens by position that fall and add up", seen)
+        slack = len(bodies) * max(len(at), 1)  # for a last round that max_tokens cuts
+        seen = f"{accepted:.0f} accepted in {rounds:.0f} rounds, {tokens} tokens served"
+        fits = accepted + rounds <= tokens + slack
+        trial.check(fits, body, "one token for every accepted draft, and one more a round", seen)
         found.append(counts)
     plain, with_logprobs = found
     drafted, accepted = plain["drafted"], plain["accepted"]
@@ -130,20 +142,3 @@ def _settled(desk: Desk, generated: float) -> Counts:
             return now
         last = now
     return last
-
-
-def _check_identities(trial: Trial, counts: Counts, tokens: int, bodies: list[Json]) -> None:
-    body, accepted, rounds = bodies[0], counts["accepted"], counts["rounds"]
-    seen = f"{counts['generated']:.0f} counted, {tokens} served"
-    trial.check(counts["generated"] == tokens, body, "every generated token counted once", seen)
-    seen = f"{accepted:.0f} accepted of {counts['drafted']:.0f} drafted"
-    trial.check(accepted <= counts["drafted"], body, "no more accepted than drafted", seen)
-    at = [value for name, value in sorted(counts.items()) if name.startswith("at ")]
-    if at:
-        seen = f"{', '.join(f'{value:.0f}' for value in at)}; {accepted:.0f} in all"
-        falling = at == sorted(at, reverse=True)
-        trial.check(falling and sum(at) == accepted, body, "accepted tokens by position that fall and add up", seen)
-    slack = len(bodies) * max(len(at), 1)  # for a last round that max_tokens cuts
-    seen = f"{accepted:.0f} accepted in {rounds:.0f} rounds, {tokens} tokens served"
-    fits = accepted + rounds <= tokens + slack
-    trial.check(fits, body, "one token for every accepted draft, and one more a round", seen)

@@ -17,7 +17,7 @@ from serve_app.backends.vllm_parts.settings import TERMS
 from serve_app.text.patterns import with_ascii_classes
 from serve_app.text.schemas import held_text
 from speculative.errors import EngineFault, InvalidRequest, SequenceTooLong
-from speculative.request import Request, SamplingParams, Structure
+from speculative.request import Request, Structure
 from speculative.selfcheck.vllm_draws import generator_seed
 
 # With `top_k` alone a speculating engine dies when nothing is drafted: it takes the maximum of no rows. With `top_p`
@@ -102,8 +102,17 @@ def to_vllm(
         EngineFault: its distribution depends on emitted tokens in ways that vLLM cannot be given.
     """
     params = request.params
-    if emitted:
-        _check_forgetful(params)
+    for name, depends in (
+        ("presence_penalty", params.presence_penalty != 0),
+        ("frequency_penalty", params.frequency_penalty != 0),
+        ("bad_words", any(len(word) > 1 for word in params.bad_words)),
+        ("response_format", params.structure is not None),
+    ):
+        if emitted and depends:  # to vLLM, they are part of the prompt
+            raise EngineFault(
+                f"A request with {name} cannot be resumed on another replica on the vllm engine: it does not know "
+                "which tokens were emitted before. Send it again."
+            )
     if request.score_from is not None:
         return VllmParams(
             temperature=0,
@@ -165,21 +174,6 @@ def _terms(request: Request) -> dict[str, Any]:
     #54437)."""
     speculate = request.params.speculate and request.params.structure is None
     return {"speculate": speculate, "canary": request.canary, "chosen_seed": request.chosen_seed}
-
-
-def _check_forgetful(params: SamplingParams) -> None:
-    """vLLM treats tokens that were emitted elsewhere as part of the prompt."""
-    for name, depends in (
-        ("presence_penalty", params.presence_penalty != 0),
-        ("frequency_penalty", params.frequency_penalty != 0),
-        ("bad_words", any(len(word) > 1 for word in params.bad_words)),
-        ("response_format", params.structure is not None),
-    ):
-        if depends:
-            raise EngineFault(
-                f"A request with {name} cannot be resumed on another replica on the vllm engine: it does not know "
-                "which tokens were emitted before. Send it again."
-            )
 
 
 def allows_what_ours_allows(structure: Structure | None) -> bool:

@@ -146,25 +146,7 @@ def check_settings(config: EngineConfig, engine_args: Mapping[str, Any]) -> None
     for name, reason in _NEEDS_DEFAULT.items():
         if getattr(config, name) != options_of(EngineConfig)[name].default:
             raise ConfigError(f"engine.{name} cannot be set for engine.kind vllm: {reason}. Remove it.")
-    _check_drafter(config.drafter)
-    ranks = ranks_of(engine_args)
-    if ranks.pipeline > 1 and config.drafter.kind != "none":
-        raise ConfigError(
-            f"drafter.kind is {config.drafter.kind}, but vllm.engine_args.pipeline_parallel_size is {ranks.pipeline}: "
-            "vLLM 0.32 drafts only where one stage computes all layers, and does not start. Split the model with "
-            "tensor_parallel_size alone, or set drafter.kind to none."
-        )
-    share = engine_args.get(SHARE, 1)
-    if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1:
-        raise ConfigError(f"vllm.engine_args.{SHARE} must be a number above 0 and at most 1, got {share!r}.")
-    for name in engine_args:
-        if name in OWN_ARGUMENTS:
-            fix = OWN_ARGUMENTS[name]
-            instead = f"set {fix} instead" if fix else "it follows from what this server needs; remove it"
-            raise ConfigError(f"vllm.engine_args.{name} is decided by this server: {instead}.")
-
-
-def _check_drafter(drafter: DrafterConfig) -> None:
+    drafter = config.drafter
     if drafter.kind not in _KINDS:
         raise ConfigError(f"drafter.kind {drafter.kind} is not supported by vLLM: use {', '.join(_KINDS)}.")
     if drafter.length == "dynamic" and drafter.kind == "suffix":
@@ -176,6 +158,21 @@ def _check_drafter(drafter: DrafterConfig) -> None:
         raise ConfigError(
             "drafter.suffix_first cannot be set for engine.kind vllm: it has one drafter at a time. Remove it."
         )
+    ranks = ranks_of(engine_args)
+    if ranks.pipeline > 1 and drafter.kind != "none":
+        raise ConfigError(
+            f"drafter.kind is {drafter.kind}, but vllm.engine_args.pipeline_parallel_size is {ranks.pipeline}: "
+            "vLLM 0.32 drafts only where one stage computes all layers, and does not start. Split the model with "
+            "tensor_parallel_size alone, or set drafter.kind to none."
+        )
+    share = engine_args.get(SHARE, 1)
+    if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1:
+        raise ConfigError(f"vllm.engine_args.{SHARE} must be a number above 0 and at most 1, got {share!r}.")
+    for name in engine_args:
+        if name in OWN_ARGUMENTS:
+            fix = OWN_ARGUMENTS[name]
+            instead = f"set {fix} instead" if fix else "it follows from what this server needs; remove it"
+            raise ConfigError(f"vllm.engine_args.{name} is decided by this server: {instead}.")
 
 
 def ranks_of(engine_args: Mapping[str, Any]) -> Ranks:
@@ -338,8 +335,17 @@ def check_build(settings: VllmSettings, *, cpu: bool, ray: bool = True, hidden: 
         raise ConfigError(
             f"engine.block_size must be a multiple of {_CPU_BLOCKS} on vLLM's CPU build, got {block_size}."
         )
-    if settings.handoff != "none":
-        _check_handoff(settings)
+    for name in _SPLIT_SEQUENCES:
+        if settings.handoff != "none" and settings.engine_args.get(name, 1) != 1:
+            raise ConfigError(
+                f"vllm.engine_args.{name} splits a sequence among devices, and handoffs hold whole ones: leave it out, "
+                "or set topology to monolith."
+            )
+    if settings.handoff == "nixl" and importlib.util.find_spec("nixl") is None:
+        raise ConfigError(
+            "handoff.transport is nixl, for which vLLM needs NIXL: pip install --no-deps nixl nixl-cu12, or set it to "
+            "plasma."
+        )
     if drafter.kind == "suffix" and importlib.util.find_spec("arctic_inference") is None:
         raise ConfigError(
             "drafter.kind is suffix, for which vLLM needs arctic-inference: install it, or use ngram or the torch "
@@ -358,20 +364,6 @@ def check_build(settings: VllmSettings, *, cpu: bool, ray: bool = True, hidden: 
         raise ConfigError(
             "vllm.lora_modules needs vllm.engine_args.enforce_eager: true on vLLM's CPU build: its compiled code "
             "would compute requests without an adapter with one."
-        )
-
-
-def _check_handoff(settings: VllmSettings) -> None:
-    for name in _SPLIT_SEQUENCES:
-        if settings.engine_args.get(name, 1) != 1:
-            raise ConfigError(
-                f"vllm.engine_args.{name} splits a sequence among devices, and handoffs hold whole ones: leave it out, "
-                "or set topology to monolith."
-            )
-    if settings.handoff == "nixl" and importlib.util.find_spec("nixl") is None:
-        raise ConfigError(
-            "handoff.transport is nixl, for which vLLM needs NIXL: pip install --no-deps nixl nixl-cu12, or set it to "
-            "plasma."
         )
 
 

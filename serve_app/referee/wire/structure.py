@@ -180,9 +180,19 @@ class CheckBudget:
 
 
 def _validator(schema: Any, budget: CheckBudget) -> Any:
-    """A validator of one schema, which fetches nothing and ends. Raises _Unchecked: the schema has what is not read
-    here."""
-    _check_names(schema)
+    """A validator of one schema, which fetches nothing and ends. Raises _Unchecked: the schema has a name that is not
+    read here, or a part in another dialect, which the library would validate without a bound."""
+    parts = [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            if any(name in part for name in _UNREAD) or ("$schema" in part and part is not schema):
+                raise _Unchecked
+            parts += (*part, *part.values())
+        elif isinstance(part, list):
+            parts += part
+        elif isinstance(part, str):
+            part.encode()  # no answer holds half a character
     library = validator_for(schema, default=jsonschema.Draft202012Validator)
 
     def bounded(name: str, keyword: Callable[..., Iterator[ValidationError] | None]) -> Callable[..., Any]:
@@ -213,22 +223,6 @@ def _validator(schema: Any, budget: CheckBudget) -> Any:
 
     validator.evolve = evolved
     return validator(schema, registry=REGISTRY)
-
-
-def _check_names(schema: Any) -> None:
-    """Refuse a schema with a name that is not read here, with half a character (which no answer holds), or of which a
-    part is in another dialect: the library would validate that without a bound."""
-    parts = [schema]
-    while parts:
-        part = parts.pop()
-        if isinstance(part, dict):
-            if any(name in part for name in _UNREAD) or ("$schema" in part and part is not schema):
-                raise _Unchecked
-            parts += (*part, *part.values())
-        elif isinstance(part, list):
-            parts += part
-        elif isinstance(part, str):
-            part.encode()
 
 
 def _is_integer(_: Any, value: Any) -> bool:

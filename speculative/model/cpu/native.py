@@ -156,10 +156,24 @@ def panels_of(weight: Tensor | Quantized, kind: Kind = "float32") -> Tensor:
     """A weight [O, I] as the kernels read it; `kind`: of plain numbers.
 
     Float32 is [P, I, 32], outputs side by side, and bfloat16 [P, I / 2, 32, 2], pairs of inputs, the last with 0 if I
-    is odd.
+    is odd. Of integers it is [P, I / 32, bytes] uint8: the numbers of 32 outputs and 32 inputs, their scales, and their
+    least weights.
     """
     if isinstance(weight, Quantized):
-        return _int_panels(weight)
+        is_int4 = weight.least is not None
+        numbers = _panels(weight.numbers)  # [P, 32, I]
+        num_panels, num_groups = len(numbers), numbers.shape[2] // GROUP
+        if is_int4:  # 64 bytes hold 8 inputs of 16 outputs: four in the low halves, four in the high ones
+            halves = numbers.reshape(num_panels, 32, num_groups, 4, 2, 4).permute(0, 2, 3, 1, 4, 5)
+            ordered = halves[..., 0, :] | (halves[..., 1, :] << 4)
+        else:  # 4 inputs of every output, off by 128 so that none is below 0
+            above = (numbers.short() + 128).to(torch.uint8)
+            ordered = above.reshape(num_panels, 32, num_groups, 8, 4).permute(0, 2, 3, 1, 4)
+        parts = [ordered.reshape(num_panels, num_groups, -1)]
+        for factors in (weight.scales, weight.least):
+            if factors is not None:
+                parts.append(_panels(factors).transpose(1, 2).contiguous().view(torch.uint8))
+        return torch.cat(parts, dim=-1)
     if kind == "float32":
         return _panels(weight.float()).transpose(1, 2).contiguous()
     paired = functional.pad(weight.bfloat16(), (0, weight.shape[1] % 2))
@@ -173,21 +187,3 @@ def _panels(rows: Tensor) -> Tensor:
     whole = torch.cat((rows, rows.new_zeros((missing, *rows.shape[1:])))) if missing else rows
     panels: Tensor = whole.view(-1, _PANEL, *rows.shape[1:])
     return panels
-
-
-def _int_panels(weight: Quantized) -> Tensor:
-    """[P, I / 32, bytes] uint8: the numbers of 32 outputs and 32 inputs, their scales, and their least weights."""
-    is_int4 = weight.least is not None
-    numbers = _panels(weight.numbers)  # [P, 32, I]
-    num_panels, num_groups = len(numbers), numbers.shape[2] // GROUP
-    if is_int4:  # 64 bytes hold 8 inputs of 16 outputs: four in the low halves, four in the high ones
-        halves = numbers.reshape(num_panels, 32, num_groups, 4, 2, 4).permute(0, 2, 3, 1, 4, 5)
-        ordered = halves[..., 0, :] | (halves[..., 1, :] << 4)
-    else:  # 4 inputs of every output, off by 128 so that none is below 0
-        above = (numbers.short() + 128).to(torch.uint8)
-        ordered = above.reshape(num_panels, 32, num_groups, 8, 4).permute(0, 2, 3, 1, 4)
-    parts = [ordered.reshape(num_panels, num_groups, -1)]
-    for factors in (weight.scales, weight.least):
-        if factors is not None:
-            parts.append(_panels(factors).transpose(1, 2).contiguous().view(torch.uint8))
-    return torch.cat(parts, dim=-1)
