@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -278,19 +278,6 @@ def test_a_resumed_request_goes_on_as_if_undisturbed(tiny_folder: Path) -> None:
                 assert resumed.values == pytest.approx(undisturbed.values[end:], abs=1e-4)
                 assert TokenKind.FIRST not in resumed.kinds
                 assert_idle(other)
-
-
-# -- seeds ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_seed_names_a_text(tiny_folder: Path) -> None:
-    counts = Counter()
-    for seed in (0, 1, 2, 2**32, 2**32 + 1, 2**63, 2**64 - 1):
-        for _ in range(2):
-            engine = tiny_engine(tiny_folder)
-            engine.add(Request("a", PROMPTS["plain"], SAMPLED, seed=seed))
-            counts[tuple(run(engine)["a"].token_ids)] += 1
-    assert list(counts.values()) == [2] * 7
 
 
 # -- scoring --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculative.sampling.coupled import verify_coupled
 from speculative.sampling.draft_probs import Dense, PointMass
 from speculative.sampling.token_wise import verify_token_wise
 from speculative.sampling.verification import Verifier, VerifyInput, VerifyOutput
@@ -196,20 +195,3 @@ def q_of_another_row(step: VerifyInput) -> VerifyOutput:
 def test_the_method_sees_a_faulty_verifier(faulty: Verifier) -> None:
     distributions = Distributions(3, 2, seed=3, dtype=torch.float64, kind="random")
     assert np.abs(emitted_joint(faulty, distributions, deterministic=False) - distributions.joint()).max() > 1e-3
-
-
-def test_coupled_rows_draw_from_p_and_accept_what_agrees() -> None:
-    distributions = Distributions(4, 1, seed=7, dtype=torch.float64, kind="zeros")
-    count = 20_000
-    step = step_for(distributions, [(1,)] * count, deterministic=True)
-    step = replace(step, seeds=torch.arange(count).repeat_interleave(2), positions=torch.tensor([5, 6]).repeat(count))
-    output = verify_coupled(step)
-    first = torch.where(output.num_accepted > 0, 1, output.token_ids)
-    p = distributions.p[()].numpy()
-    observed = np.bincount(first.numpy(), minlength=4) / count
-    assert observed[p == 0].sum() == 0
-    assert np.abs(observed - p).max() < 5 * np.sqrt(0.25 / count)
-    assert np.array_equal(output.num_accepted.numpy(), (first == 1).int().numpy())
-    after = distributions.p[(1,)].numpy()
-    bonus = output.token_ids[output.num_accepted == 1].numpy()
-    assert np.abs(np.bincount(bonus, minlength=4) / len(bonus) - after).max() < 5 * np.sqrt(0.25 / len(bonus))

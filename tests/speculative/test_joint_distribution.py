@@ -16,11 +16,10 @@ from speculative.config import DrafterConfig
 from speculative.drafting.base import Drafter, DraftOutput
 from speculative.drafting.head_drafters import Eagle3DraftModel
 from speculative.engine import EngineCore
-from speculative.request import Request, SamplingParams
 from speculative.sampling.draft_probs import Dense, PointMass
 from speculative.state.batch import Batch, Int64s
 from tests.support.engines import markov_decoder, settings
-from tests.support.markov_chain import sample, sigmas, worst_window
+from tests.support.markov_chain import sample, worst_window
 from tests.support.tiny_heads import random_head
 from tools.faults.mutants import MUTANTS
 from tools.faults.toy import LikeliestDrafter, TableDrafter, engine_over
@@ -130,33 +129,6 @@ def test_joint_distribution_with_temperature_and_filters(table: Tensor) -> None:
         row[ranks[np.cumsum(share) - share >= 0.95]] = 0
     distribution /= distribution.sum(-1, keepdims=True)
     assert worst_window(samples, distribution, FIRST) < FIVE_SIGMA
-
-
-def test_distribution_over_a_wide_vocabulary() -> None:
-    wide = 4096
-    random = torch.Generator().manual_seed(2)
-    # A heavy-tailed distribution: most of the mass on a few tokens, and thousands of rare ones.
-    table = (-1.1 * torch.arange(1, wide + 1).float().log())[torch.randperm(wide, generator=random)].repeat(wide, 1)
-    q = torch.randn(1, wide, generator=random).add(table[:1]).softmax(-1).repeat(wide, 1)
-    engine = engine_over(table, TableDrafter(q, 2))
-    samples = sample(engine, (FIRST,), 8_000, 4)
-    distribution = softmax(table[:1])[0]
-    for position in range(4):
-        assert sigmas(samples[:, position : position + 1], distribution) < FIVE_SIGMA
-
-
-def test_mixed_batch_of_reproducible_and_other_requests_keeps_both_distributions(table: Tensor) -> None:
-    engine = engine_over(table, VaryingDrafter(deceiving(table), 3))
-    count, out = 20_000, dict[str, list[int]]()
-    for number in range(count):
-        params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, reproducible=number % 2 == 0)
-        engine.add(Request(str(number), (FIRST,), params, seed=number * 7919))
-    while engine.has_work:
-        for delta in engine.step():
-            out.setdefault(delta.request_id, []).extend(delta.token_ids)
-    for half in (0, 1):
-        samples = np.array([out[str(number)] for number in range(half, count, 2)])
-        assert worst_window(samples, softmax(table), FIRST) < FIVE_SIGMA
 
 
 # -- known faults, each of which must be seen ----------------------------------------------------------------------

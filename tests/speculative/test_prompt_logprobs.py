@@ -89,11 +89,7 @@ def test_nothing_processes_a_prompt(tiny_folder: Path, mode: str) -> None:
     prompt = TEXT[:20]
     engine = engine_of(tiny_folder, logprobs_mode=mode)
     engine.add(asking("a", prompt, temperature=3.0, top_k=2, repetition_penalty=2.0))
-    reported = drain(engine)[0].prompt_logprobs
-    reference = naive_logits(decoder_of(engine), torch.tensor([prompt]))[0].log_softmax(-1)
-    assert reported is not None
-    for row, entry in zip(reference, reported, strict=False):
-        assert [value for _, value in entry.top] == pytest.approx(row.topk(4).values.tolist(), abs=1e-4)
+    assert_reported_once(drain(engine), engine, prompt)
 
 
 @pytest.mark.parametrize("num_prompt", [16, 17, 33, 48])
@@ -158,8 +154,9 @@ def test_tokens_that_were_emitted_elsewhere_were_reported_of_there(tiny_folder: 
 @pytest.mark.parametrize("prefill_only_after", [0, 1])
 @pytest.mark.parametrize("chunk", [15, 64])
 @pytest.mark.parametrize("num_prompt", [2, 16, 17, 33])
+@pytest.mark.parametrize("preempted_after", ["its first step", "it was scheduled"])
 def test_a_handoff_reports_them_before_it_leaves(
-    tiny_folder: Path, prefill_only_after: int, chunk: int, num_prompt: int
+    tiny_folder: Path, preempted_after: str, prefill_only_after: int, chunk: int, num_prompt: int
 ) -> None:
     prompt = TEXT[:num_prompt]
     prefill, decode = engine_of(tiny_folder, max_batched_tokens=chunk), engine_of(tiny_folder)
@@ -170,24 +167,16 @@ def test_a_handoff_reports_them_before_it_leaves(
     assert len(deltas[0].token_ids) == prefill_only_after
     assert_reported_once(deltas, prefill, prompt)
     insert(decode, request, exported(prefill, "a"))
-    decode.step()
+    if preempted_after == "its first step":
+        decode.step()
+    else:
+        decode.scheduler.schedule()
     preempt(decode)
     after = drain(decode)
     assert all(delta.prompt_logprobs is None for delta in after), "the decode side recomputes none"
     assert after[-1].finish_reason is FinishReason.LENGTH
     assert_idle(prefill)
     assert_idle(decode)
-
-
-def test_a_handoff_preempted_before_its_first_step_reports_nothing_again(tiny_folder: Path) -> None:
-    prefill, decode = engine_of(tiny_folder), engine_of(tiny_folder)
-    request = asking("a", TEXT[:33])
-    prefill.add(request, prefill_only_after=0)
-    drain(prefill)
-    insert(decode, request, exported(prefill, "a"))
-    decode.scheduler.schedule()
-    preempt(decode)
-    assert all(delta.prompt_logprobs is None for delta in drain(decode))
 
 
 @pytest.mark.parametrize("prefill_only_after", [None, 0, 1])

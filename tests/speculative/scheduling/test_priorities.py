@@ -1,19 +1,16 @@
-"""Who comes first: priority and age in the waiting line, and prompts that are computed beside running answers."""
+"""Who comes first: priority and age in the waiting line; `test_scheduler.py` has what runs beside what."""
 
 import random
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from speculative.engine import EngineCore
 from speculative.errors import InvalidRequest
 from speculative.request import Request, SamplingParams
 from speculative.scheduling.request_queue import RequestQueue
-from speculative.state.batch import Batch
 from speculative.state.sequence import Sequence
-from tests.support.engines import NGRAM, NO_DRAFTS, tiny_engine
+from tests.support.engines import tiny_engine
 from tests.support.tiny_models import write_tiny_model
 
 AGEING_S = 10.0
@@ -75,87 +72,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("priorities"), max_position_embeddings=1024)
 
 
-class Steps:
-    """An engine's steps one by one: what was in each batch, and who emitted."""
-
-    def __init__(self, engine: EngineCore) -> None:
-        self.engine = engine
-        self.batches: list[Batch] = []
-        schedule = engine.scheduler.schedule
-
-        def noted() -> Batch | None:
-            batch = schedule()
-            if batch is not None:
-                self.batches.append(batch)
-            return batch
-
-        engine.scheduler.schedule = noted  # type: ignore[method-assign]
-
-    def step(self) -> Counter[str]:
-        """Tokens that each request emitted."""
-        emitted: Counter[str] = Counter()
-        for delta in self.engine.step():
-            assert delta.error is None
-            emitted[delta.request_id] += len(delta.token_ids)
-        return emitted
-
-    def rows(self) -> dict[str, int]:
-        """Rows of the latest batch, by request."""
-        return {
-            entry.sequence.request.request_id: entry.num_known + entry.max_drafts for entry in self.batches[-1].entries
-        }
-
-
 def request(name: str, num_prompt: int, **fields: Any) -> Request:
     prompt = tuple((7 * index + len(name)) % 60 + 1 for index in range(num_prompt))
     params = SamplingParams(max_tokens=fields.pop("max_tokens", 400), temperature=0, ignore_eos=True)
     return Request(name, prompt, params, seed=1, **fields)
 
 
-@pytest.mark.parametrize("drafter", [NO_DRAFTS, NGRAM])
-@pytest.mark.parametrize("num_running", [1, 3, 7])
-def test_a_long_prompt_stalls_nobody(folder: Path, drafter: Any, num_running: int) -> None:
-    """While it is computed in chunks, every running answer gets a token in every step, and no step is larger than it
-    may be; and the prompt moves on in every step, whatever the others draft."""
-    budget, num_prompt = 48, 500
-    engine = tiny_engine(
-        folder, max_num_seqs=8, max_batched_tokens=budget, kv_cache_tokens=4096, drafter=drafter, prefix_caching=False
-    )
-    steps = Steps(engine)
-    names = [f"r{index}" for index in range(num_running)]
-    for name in names:
-        engine.add(request(name, 5))
-    while sum(steps.step().values()) < num_running:
-        pass
-    engine.add(request("long", num_prompt, max_tokens=2))
-    num_steps, computed = 0, 0
-    while True:
-        emitted = steps.step()
-        rows = steps.rows()
-        num_steps += 1
-        computed += rows["long"]
-        assert all(emitted[name] >= 1 for name in names), f"step {num_steps} left an answer without a token"
-        assert sum(rows.values()) <= budget
-        assert rows["long"] >= min(
-            budget - num_running * (1 + drafter.max_drafts), num_prompt - computed + rows["long"]
-        )
-        if emitted["long"]:
-            break
-    assert computed == num_prompt
-    assert num_steps > num_prompt // budget, "it did come in chunks"
-    least = budget - num_running * (1 + drafter.max_drafts)
-    assert num_steps <= -(-num_prompt // least), "and in no more than it must"
-
-
 def test_a_short_prompt_of_higher_priority_passes_a_long_one(folder: Path) -> None:
     def steps_until_first(priority: int) -> int:
         engine = tiny_engine(folder, max_batched_tokens=40, kv_cache_tokens=4096, prefix_caching=False)
-        steps = Steps(engine)
         engine.add(request("long", 600))
-        steps.step()
+        engine.step()
         engine.add(request("short", 9, priority=priority))
         count = 1
-        while not steps.step()["short"]:
+        while "short" not in {delta.request_id for delta in engine.step()}:
             count += 1
         return count
 

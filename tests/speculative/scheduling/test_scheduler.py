@@ -396,15 +396,6 @@ def test_a_stop_inside_an_accepted_run_ends_the_text_there(how: str, stop: int) 
     assert_idle(engine)
 
 
-def test_an_ignored_eos_is_a_token_like_any_other() -> None:
-    engine = markov_engine(CYCLE, eos=(7,))
-    engine.add(request("a", max_tokens=20))
-    engine.add(request("b", max_tokens=20, stop_token_ids=(7,)))
-    answers = run(engine)
-    assert answers["a"].token_ids == [(4 + i) % 16 for i in range(20)]
-    assert answers["b"].token_ids == [4, 5, 6, 7], "a stop token that the request names stops it even so"
-
-
 def test_what_follows_a_stop_is_not_published_or_counted() -> None:
     engine = markov_engine(CYCLE, block_size=1)
     engine.add(request("a", max_tokens=40, stop_token_ids=(6,)))

@@ -85,37 +85,29 @@ def test_a_coin_is_evidence_where_nothing_depends_on_it(verifier: str, reproduci
 # -- numbers of too few bits ------------------------------------------------------------------------------------------
 
 
+CUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "4 bits": lambda drawn: (np.floor(drawn * 2**4) + 0.5) / 2**4,
+    "16 bits": lambda drawn: (np.floor(drawn * 2**16) + 0.5) / 2**16,
+    "23 bits": lambda drawn: np.ceil(drawn * 2**23) / 2**23,
+    "float32": lambda drawn: drawn.astype(np.float32).astype(np.float64),
+    "32 bits": lambda drawn: (np.floor(drawn * 2**32) + 0.1) / 2**32,
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize(
-    "cut",
-    [
-        lambda drawn: np.ceil(drawn * 2**23) / 2**23,
-        lambda drawn: drawn.astype(np.float32).astype(np.float64),
-        lambda drawn: (np.floor(drawn * 2**32) + 0.1) / 2**32,
-    ],
-    ids=["23 bits", "float32", "32 bits"],
+    ("verifier", "which"),
+    [("token_wise", "all"), ("coupled", "all"), ("token_wise", "coins"), ("token_wise", "all but coins")],
 )
-@pytest.mark.parametrize("verifier", ["token_wise", "coupled"])
 def test_random_numbers_that_were_cut_short_fail_their_requests(
-    verifier: str, cut: Callable[[np.ndarray], np.ndarray], monkeypatch: pytest.MonkeyPatch
+    verifier: str, which: str, cut: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows, "uniforms", lambda *name, kernels=None: cut(uniforms(*name, kernels=kernels)))
+    def drawing(*name: np.ndarray, kernels: Kernels | None = None) -> np.ndarray:
+        drawn, is_coin = uniforms(*name, kernels=kernels), name[3] == Purpose.COIN
+        return np.where({"all": True, "coins": is_coin, "all but coins": ~is_coin}[which], CUTS[cut](drawn), drawn)
+
+    monkeypatch.setattr(rows, "uniforms", drawing)
     stats = serve(table_engine(64, self_check_sample_rate=1.0, verifier=verifier), 500, seed=None)
-    assert set(stats.violations) == {"resolution"}
-
-
-@pytest.mark.parametrize("are_coins", [True, False])
-@pytest.mark.parametrize("num_bits", [4, 16])
-def test_numbers_of_one_purpose_that_were_cut_short_are_found(
-    are_coins: bool, num_bits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def cut(*name: np.ndarray, kernels: Kernels | None = None) -> np.ndarray:
-        drawn = uniforms(*name, kernels=kernels)
-        return np.where(
-            (name[3] == Purpose.COIN) == are_coins, (np.floor(drawn * 2**num_bits) + 0.5) / 2**num_bits, drawn
-        )
-
-    monkeypatch.setattr(rows, "uniforms", cut)
-    stats = serve(table_engine(64, self_check_sample_rate=1.0), 500, seed=None)
     assert set(stats.violations) == {"resolution"}
 
 
