@@ -22,6 +22,7 @@ from serve_app.openai.asked import Limits
 from serve_app.openai.frontend import FrontEnd
 from serve_app.text.grammar import StructureCompiler
 from serve_app.text.tokenizer import Tokenizer
+from tests.support.clock import Clock
 from tests.support.fake_serving import BackendSource, Served, ServeFake, make_backend
 from tests.support.waiting import wait_for
 
@@ -34,6 +35,11 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _CORPUS = ["the quick brown fox jumps over the lazy dog", "hello world, hello there", "one two three STOP four"] * 20
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture(scope="session")

@@ -36,30 +36,6 @@ def args(**vllm: Any) -> dict[str, Any]:
     return {"model": {"source": "base", "name": "chat"}, "engine": {"kind": "vllm"}, "vllm": vllm}
 
 
-@pytest.mark.parametrize(
-    ("vllm", "changes", "field", "message"),
-    [
-        ({"lora_modules": {"chat": "/a"}}, {}, "vllm.lora_modules.chat", "the name of the model itself"),
-        ({"lora_modules": {"a": "/a"}}, {"engine": {}}, "vllm.lora_modules",
-         "which engine.kind torch does not serve: set it"),
-        ({"lora_modules": {"a": ""}}, {}, "vllm.lora_modules.a", "must not be empty"),
-        ({"lora_modules": {"two words": "/a"}}, {}, "vllm.lora_modules", "'two words': give a name without spaces"),
-        ({"lora_modules": {"": "/a"}}, {}, "vllm.lora_modules", "give a name without spaces"),
-        ({"engine_args": {"enable_lora": True}}, {}, "vllm.engine_args.enable_lora", "set vllm.lora_modules instead"),
-        ({"engine_args": {"max_loras": 2}}, {}, "vllm.engine_args.max_loras", "names no adapter; remove it"),
-        ({"lora_modules": {"a": "/a"}, "engine_args": {"max_lora_rank": 20}}, {}, "vllm.engine_args.max_lora_rank",
-         "one of 1, 8, 16, 32, 64, 128, 256, 320, 512, got 20"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_settings_that_do_not_go_with_adapters_are_refused_by_name(
-    vllm: dict[str, Any], changes: dict[str, Any], field: str, message: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_args(args(**vllm) | changes)
-    assert str(caught.value).startswith(f"args.{field}") and message in str(caught.value)
-
-
 def test_adapters_reach_the_engine_and_its_cpu_build_wants_them_uncompiled() -> None:
     config = parse_args(args(lora_modules={"sql": "/sql"})).vllm_settings("decode")
     assert config.lora_modules == {"sql": "/sql"}

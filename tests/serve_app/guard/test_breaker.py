@@ -11,11 +11,6 @@ SETTINGS = BreakerSection(cooldown_s=10, window_s=100, suspect_s=30)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def breaker(clock: Clock) -> Breaker:
     return Breaker(SETTINGS, clock)
 

@@ -18,11 +18,6 @@ from tests.support.referees import TOLERANCE
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock(100.0)
-
-
-@pytest.fixture
 def registry(clock: Clock) -> ReplicaRegistry:
     counts = RefereeCounts(Metrics(Sink(), model_name="m", pool="decode"), SERVED_STRATA)
     return ReplicaRegistry(ReplicaBook(TOLERANCE, clock=clock), counts, clock=clock)

@@ -172,18 +172,6 @@ async def test_chat_logprobs_carry_bytes_and_a_token_that_cannot_occur_is_finite
     assert content == [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": top}]
 
 
-async def test_token_kinds_have_one_entry_a_delivered_token_and_come_only_when_asked_for(tokenizer: Tokenizer) -> None:
-    front, _, script = fake_front_end(tokenizer)
-    script.say("one two three STOP four")
-    fields = {"stop": ["STOP"], "return_token_ids": True}
-    assert "token_kinds" not in (await reply_to(front, completion(**fields)))["choices"][0]
-    choice = (await reply_to(front, completion(**fields, return_token_kinds=True)))["choices"][0]
-    assert choice["token_kinds"][:2] == ["first", "accepted"]
-    assert len(choice["token_kinds"]) == len(choice["token_ids"])
-    chunks = await chunks_of(front, completion(stop=["STOP"], return_token_kinds=True, stream=True))
-    assert joined(chunk["choices"][0]["token_kinds"] for chunk in chunks) == choice["token_kinds"]
-
-
 # ---- streams
 
 
@@ -303,19 +291,24 @@ async def requests_of(tokenizer: Tokenizer, wire: Any) -> tuple[Request, ...]:
     return (await front_end(DeltaSource(), tokenizer).prepare(wire)).requests
 
 
-async def test_a_body_that_could_never_run_at_once_is_refused_for_good(tokenizer: Tokenizer) -> None:
-    limited = front_end(DeltaSource(), tokenizer, Limits(max_sequences=6))
+async def test_what_could_never_be_served_is_refused_by_name(tokenizer: Tokenizer) -> None:
+    limited = front_end(source := DeltaSource(), tokenizer, Limits(max_sequences=6))
     for fits in (completion(prompt=["a"] * 3, n=2), completion(n=6), chat(n=6)):
         assert len((await limited.prepare(fits)).requests) == 6
-    for wire, field, words in (
-        (completion(prompt=["a"] * 4, n=2), "prompt", "4 prompts with 2 choices each are 8 sequences"),
-        (completion(prompt=["a"] * 7), "prompt", "at most 6"),
-        (completion(n=7), "n", "n asks for 7 choices"),
-        (chat(n=7), "n", "at most 6"),
+    for wire, kind, field, words in (
+        (completion(prompt=["a"] * 4, n=2), InvalidRequest, "prompt", "4 prompts with 2 choices each are 8 sequences"),
+        (completion(prompt=["a"] * 7), InvalidRequest, "prompt", "at most 6"),
+        (completion(n=7), InvalidRequest, "n", "n asks for 7 choices"),
+        (chat(n=7), InvalidRequest, "n", "at most 6"),
+        (completion(model="other"), ModelNotFound, "model", "served: m"),
+        (completion(prompt=[5] * 100), ContextLengthExceeded, "prompt", "100 tokens, and prompt has 100"),
+        (chat(max_completion_tokens=99), ContextLengthExceeded, "max_completion_tokens", "may be at most"),
+        (completion(prompt=[5] * 60, max_tokens=41), ContextLengthExceeded, "max_tokens", "60 of prompt and 41"),
+        (completion(prompt=[5, 9999]), InvalidRequest, "prompt", "token id 9999"),
     ):
-        with pytest.raises(InvalidRequest, match=words) as caught:
+        with pytest.raises(kind, match=words) as caught:
             await limited.prepare(wire)
-        assert caught.value.field == field
+        assert caught.value.field == field and source.requests == ()
 
 
 async def test_choices_of_one_prompt_share_all_but_id_and_seed(tokenizer: Tokenizer) -> None:
@@ -344,26 +337,6 @@ async def test_output_length_defaults_to_16_for_completions_and_to_all_that_fits
     assert near_the_end.params.max_tokens == 5
     limited = front_end(DeltaSource(), tokenizer, Limits(default_max_tokens=7))
     assert (await limited.prepare(chat())).requests[0].params.max_tokens == 7
-
-
-@pytest.mark.parametrize(
-    ("wire", "expected", "field", "words"),
-    [
-        (completion(model="other"), ModelNotFound, "model", "served: m"),
-        (completion(prompt=[5] * 100), ContextLengthExceeded, "prompt", "100 tokens, and prompt has 100"),
-        (chat(max_completion_tokens=99), ContextLengthExceeded, "max_completion_tokens", "may be at most"),
-        (completion(prompt=[5] * 60, max_tokens=41), ContextLengthExceeded, "max_tokens", "60 of prompt and 41"),
-        (completion(prompt=[5, 9999]), InvalidRequest, "prompt", "token id 9999"),
-    ],
-)
-async def test_what_the_model_cannot_serve_is_refused_by_name(
-    tokenizer: Tokenizer, wire: Any, expected: type[InvalidRequest], field: str, words: str
-) -> None:
-    source = DeltaSource()
-    with pytest.raises(expected, match=words) as caught:
-        await front_end(source, tokenizer).prepare(wire)
-    assert caught.value.field == field
-    assert source.requests == ()
 
 
 # ---- merge, errors

@@ -19,15 +19,6 @@ from tests.support.front_ends import chat, completion
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-def test_an_answer_can_be_sent_back_as_the_client_library_dumps_it() -> None:
-    dumped = {
-        "role": "assistant", "content": "hello", "refusal": None, "annotations": [], "audio": None,
-        "function_call": None, "tool_calls": None,
-    }  # fmt: skip
-    wire = chat(messages=[*MESSAGES, dumped, {"role": "user", "content": "and?", "name": "ann"}])
-    assert [message.for_template() for message in wire.messages][1] == {"role": "assistant", "content": "hello"}
-
-
 def test_prompts_come_in_four_forms() -> None:
     for sent, prompts in (("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]])):
         assert completion(prompt=sent).prompts() == prompts
@@ -171,13 +162,15 @@ def test_an_unknown_field_is_reported_by_its_own_name(sent: dict[str, Any], fiel
 
 @pytest.mark.parametrize("value", [None, [], {}])
 def test_fields_that_ask_nothing_are_accepted_wherever_clients_put_them(value: Any) -> None:
-    """`top_logprobs: 0` and what frameworks add or send back; other unknown fields, if they are empty."""
+    """`top_logprobs: 0` and what frameworks add or send back; other unknown fields, if they are empty; and an answer as
+    the client library dumps it."""
+    dumped = {"refusal": None, "annotations": [], "audio": None, "function_call": None}
     more = {"x": value, "cache_control": {"type": "ephemeral"}, "provider_specific_fields": {"a": 1}}
     more |= {"reasoning_details": [{"text": "hm"}], "finish_reason": "stop"}
     part, function = {"type": "text", "text": "a", **more}, {"name": "f", "parameters": {"type": "object"}}
     said = {"role": "assistant", "content": "b", "tool_calls": [CALL | more], **more}
     tools = [{"type": "function", "function": function | more, **more}]
-    messages = [{"role": "user", "content": [part], **more}, said]
+    messages = [{"role": "user", "content": [part], **more}, said | dumped]
     plain = chat(messages=[{"role": "user", "content": "a"}, said | {"tool_calls": [CALL]}], tools=tools)
     sent = chat(messages=messages, tools=tools, top_logprobs=0, logprobs=False, stream_options=None, **more)
     assert sent.chat_prompt() == plain.chat_prompt() and sent.num_logprobs is None

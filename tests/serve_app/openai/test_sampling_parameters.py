@@ -126,29 +126,6 @@ async def test_missing_prompt_logprobs_are_a_fault_and_not_made_up(tokenizer: To
         await reply_to(front_end(source, tokenizer), completion(prompt=[5, 6], prompt_logprobs=0))
 
 
-@pytest.mark.parametrize("logprobs", [None, 1])
-async def test_scored_ids_are_reported_of_every_token(tokenizer: Tokenizer, logprobs: int | None) -> None:
-    front, _, script = fake_front_end(tokenizer)
-    script.say([20, 21, 22, 23, 24])
-    fields: dict[str, Any] = {"logprob_token_ids": [22, 21], "logprobs": logprobs}
-    reported = (await reply_to(front, completion(**fields)))["choices"][0]["logprobs"]
-    said = [20, 21, 22, 23, 24, tokenizer.eos_token_ids[0]]
-    size = tokenizer.vocab_size
-    scored = [{str(i): fake_logprob(token) - 0.5 * ((i - token) % size) for i in (22, 21)} for token in said]
-    assert reported["scored_logprobs"] == scored
-    assert reported["token_logprobs"] == [fake_logprob(token) for token in said]
-    chunks = await chunks_of(front, completion(**fields, stream=True))
-    parts = [chunk["choices"][0]["logprobs"]["scored_logprobs"] for chunk in chunks]
-    assert [each for part in parts for each in part] == scored
-    asked = {"logprob_token_ids": [22, 21], "logprobs": logprobs is not None}
-    content = (await reply_to(front, chat(**asked)))["choices"][0]["logprobs"]["content"]
-    assert [entry["scored"] for entry in content] == scored
-    assert all(entry["top_logprobs"] == [] for entry in content)
-    assert "scored_logprobs" not in (await reply_to(front, completion(logprobs=1)))["choices"][0]["logprobs"]
-    unasked = (await reply_to(front, chat(logprobs=True)))["choices"][0]["logprobs"]["content"]
-    assert "scored" not in unasked[0]
-
-
 async def test_a_score_of_a_forbidden_token_is_finite_and_a_missing_one_a_fault(tokenizer: Tokenizer) -> None:
     entry = TokenLogprobs(7, -0.5, 1, scored=((3, float("-inf")), (7, -0.5)))
     source = DeltaSource(TokenDelta("", (7,), logprobs=(entry,), finish_reason=FinishReason.LENGTH))

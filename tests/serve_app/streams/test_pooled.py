@@ -34,11 +34,6 @@ ASKING = SamplingParams(max_tokens=6, ignore_eos=True, prompt_logprobs=2)
 PLAIN = SamplingParams(max_tokens=6, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("pooled"), vocab_size=64)
-
-
 class Pools:
     """Two engines, as a prefill and a decode replica, and what the prefill was asked for."""
 
@@ -130,7 +125,7 @@ async def test_a_rollout_group_is_computed_once_and_inserted_many_times(pools: P
 async def test_a_handoff_from_before_an_update_is_refused_and_computed_with_the_new_weights(
     pools: Pools, tmp_path: Path
 ) -> None:
-    new = str(write_tiny_model(tmp_path / "new", vocab_size=64, seed=9))
+    new = str(write_tiny_model(tmp_path / "new", seed=9))
     for engine, versions, handoff in ((pools.decode, ["default", "v1"], "refused"), (pools.prefill, ["v1"], "ok")):
         await engine.load_weights(new)
         await engine.switch_weights("v1")

@@ -21,11 +21,6 @@ from tests.support.front_ends import counts_by, observed
 COST = 64  # what a prompt costs beside its tokens, in tokens
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
 # ---- the backlog
 
 

@@ -56,6 +56,7 @@ def test_a_healthy_service_and_an_idle_one_have_nothing_to_say(service: Service)
     service.serve()
     service.metrics.count("truespec_prefill_failures_total", 2, reason="full")  # no failure by itself
     service.metrics.count("truespec_refusals_total", 50, reason="key_concurrency")  # their owner's, and no want of room
+    assert service.said() == {}
     service.pass_time(1200)
     assert service.said() == {}
 

@@ -18,7 +18,6 @@ from serve_app.referee.records.records import Record
 from speculative.request import Request, SamplingParams, TokenDelta, TokenKind, TokenLogprobs
 from tests.support.engines import NGRAM, tiny_engine
 from tests.support.referees import Court, EngineReplay, recorded, serve
-from tests.support.tiny_models import write_tiny_model
 
 PROMPT = (9, 17, 33, 5) * 5
 NAMED = (40, 41, 300)
@@ -26,11 +25,6 @@ PARAMS = SamplingParams(
     temperature=0.8, max_tokens=24, ignore_eos=True, logprobs=3, logprob_token_ids=NAMED, prompt_logprobs=2
 )
 Change = Callable[[list[Alternatives]], list[Alternatives]]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("alternatives") / "m")
 
 
 @pytest.fixture(scope="module")

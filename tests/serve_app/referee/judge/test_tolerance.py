@@ -14,7 +14,6 @@ from serve_app.referee.judge.answer import Answer
 from serve_app.referee.judge.tolerance import ServiceTolerances, Tolerance
 from speculative.errors import ConfigError
 from speculative.request import Request, SamplingParams
-from tests.support.tiny_models import write_tiny_model
 
 
 def tolerances(**sections: dict[str, Any]) -> ServiceTolerances:
@@ -93,11 +92,6 @@ def numerics_of(folder: Path, wrong: list[str], **sections: Any) -> KnownNumeric
     return KnownNumerics(
         parse_args({"model": {"source": str(folder)}, "topology": "monolith", **sections}), wrong.append
     )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("plain") / "tiny")
 
 
 @pytest.mark.parametrize(
