@@ -109,33 +109,24 @@ def test_replayed_steps_give_the_bits_of_eager_ones(
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"),
+    ("family", "kind", "is_late"),
     [
-        *(("llama", kind) for kind in ("none", "ngram", "draft_model", "eagle3")),
-        *(("gemma2", "draft_model"), ("gemma3", "ngram"), ("olmo2", "draft_model"), ("phi3", "draft_model")),
+        *(("llama", kind, False) for kind in ("none", "ngram", "draft_model", "eagle3")),
+        *(("gemma2", "draft_model", False), ("gemma3", "ngram", False), ("olmo2", "draft_model", False)),
+        *(("phi3", "draft_model", False), ("llama", "draft_model", True), ("llama", "eagle3", True)),
     ],
 )
 def test_graphs_emit_what_the_plain_path_emits(
-    cuda: torch.device, gpu_folder: Path, tmp_path: Path, family: str, kind: str
+    cuda: torch.device, gpu_folder: Path, tmp_path: Path, family: str, kind: str, is_late: bool
 ) -> None:
+    """Prompts that arrive late beside long contexts, too."""
     folder = gpu_folder if family == "llama" else write_tiny_model(tmp_path / family, family)
-    own = drafter(kind, folder)
-    params = [*PLAIN, *FILTERED]
-    graphed = answers(gpu_engine(folder, drafter=own), params)
-    plain = answers(gpu_engine(folder, drafter=own, cuda_graphs=False), params)
-    for name, answer in graphed.items():
-        assert answer.token_ids == plain[name].token_ids
-        assert answer.values == pytest.approx(plain[name].values, abs=1e-3)
 
+    def served(**changes: Any) -> dict[str, Answer]:
+        engine = gpu_engine(folder, drafter=drafter(kind, folder), **(LONG if is_late else {}), **changes)
+        return late_prompts(engine) if is_late else answers(engine, [*PLAIN, *FILTERED])
 
-@pytest.mark.parametrize("kind", ["draft_model", "eagle3"])
-def test_prompts_that_arrive_late_beside_long_contexts_get_what_the_plain_path_gives(
-    cuda: torch.device, gpu_folder: Path, kind: str
-) -> None:
-    own = drafter(kind, gpu_folder)
-    graphed, plain = (
-        late_prompts(gpu_engine(gpu_folder, drafter=own, cuda_graphs=graphs, **LONG)) for graphs in (True, False)
-    )
+    graphed, plain = served(), served(cuda_graphs=False)
     for name, answer in graphed.items():
         assert answer.token_ids == plain[name].token_ids
         assert answer.values == pytest.approx(plain[name].values, abs=1e-3)

@@ -10,7 +10,7 @@ import torch
 from speculative.config import DrafterConfig
 from speculative.engine import EngineCore
 from speculative.gpu.buckets import Bucket
-from speculative.request import SamplingParams, Structure
+from speculative.request import Request, SamplingParams, Structure
 from tests.support.engines import NO_DRAFTS, settings, tiny_engine
 from tests.support.graph_scenes import VOCABULARY, Alternating, add_all
 from tests.support.pretended_cuda import PretendedCuda
@@ -37,6 +37,9 @@ BUDGETS = {
     ("eagle3", "coupled"): Cost(1, 0, 4),
     ("eagle3", "structure"): Cost(2, 0, 4),
     ("draft_model", "filtered"): Cost(1, 0, 4),
+    # In one pass with a prompt, so that weights are read once. What is launched is for its last rows, and by the head.
+    **{(name, "late_prompt"): Cost(1, 3, 2) for name in ("none", "ngram")},
+    ("eagle3", "late_prompt"): Cost(1, 40, 4),
 }
 # Launches within graphs. The goal is 10 a layer, and 12 for a verification of any kind.
 LAYER_NODES = 10
@@ -53,21 +56,26 @@ ODD = {
     "structure": SamplingParams(structure=Structure("choice", "[]")),
     "prompt_logprobs": SamplingParams(prompt_logprobs=3),
     **dict.fromkeys(("reproducible", "coupled"), SamplingParams(reproducible=True)),
+    "late_prompt": SamplingParams(),
 }
 
 
-def decoding_cost(engine: EngineCore, device: PretendedCuda, odd: SamplingParams) -> Cost:
+def decoding_cost(engine: EngineCore, device: PretendedCuda, odd: str) -> Cost:
     """The mean of some steps."""
-    plain = SamplingParams(max_tokens=60, ignore_eos=True)
-    add_all(engine, [plain] * 3 + [dataclasses.replace(odd, max_tokens=60, ignore_eos=odd.structure is None)])
+    params = dataclasses.replace(ODD[odd], max_tokens=60, ignore_eos=odd != "structure")
+    late = Request("late", tuple(range(3, 60)) * 4, params, seed=9)
+    add_all(engine, [SamplingParams(max_tokens=60, ignore_eos=True)] * 3 + [params] * (odd != "late_prompt"))
     for _ in range(8):  # prompts, and what the drafter's first rounds catch up on
         engine.step()
+    if odd == "late_prompt":
+        engine.add(late)
     device.counts_launches = True  # which takes as long as all the rest
     costs: list[Cost] = []
     while len(costs) < 4:
         device.clear()
         num_graphs = len(device.graphs)
-        engine.step()
+        num_answering = len({delta.request_id for delta in engine.step()})
+        assert num_answering == 4 - (odd == "late_prompt")
         if len(device.graphs) == num_graphs:  # not one that captures a shape of its own
             costs.append(Cost(sum(device.waits.values()), device.num_launches, device.num_replays))
     assert engine.usage().num_running == 4
@@ -79,10 +87,11 @@ def test_a_decoding_step_keeps_to_its_budget(
     target: Path, drafters: dict[str, DrafterConfig], name: str, odd: str
 ) -> None:
     changes = {"drafter": drafters[name], "device": "cuda", "max_num_seqs": 4, "self_check_sample_rate": 1.0}
+    changes |= {"max_batched_tokens": 32}  # of which the late prompt fills many
     config = settings(**changes, verifier="coupled" if odd == "coupled" else "token_wise")
     with PretendedCuda() as device:
         engine = EngineCore.load(target, config, make_constraint=lambda _: Alternating())
-        cost = decoding_cost(engine, device, ODD[odd])
+        cost = decoding_cost(engine, device, odd)
     over = [part for part, most in zip(cost, BUDGETS[name, odd], strict=True) if part > most]
     assert not over, f"{cost}, waiting at {device.waits}"
 

@@ -14,16 +14,14 @@ from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError
 from speculative.gpu.buckets import PackedBucket
-from speculative.gpu.logit_edits import FOLLOWED, EditSizes, LogitEdits
-from speculative.gpu.memory import graph_bytes
-from speculative.gpu.paged_attention import AttentionSizes
+from speculative.gpu.logit_edits import FOLLOWED, MAX_CELLS, EditSizes, LogitEdits
 from speculative.gpu.verify_graph import Extras
 from speculative.request import FinishReason, Request, SamplingParams
-from speculative.state.batch import Entry
-from tests.support.engines import Answer, decoder_of, load_engine, run, settings, tiny_engine
+from tests.support.engines import Answer, load_engine, run, settings, tiny_engine
 from tests.support.graph_scenes import (
     EDITED,
     MIXED,
+    NUM_DRAFTS,
     PLAIN,
     PROMPTS,
     VOCABULARY,
@@ -83,44 +81,30 @@ def poison(engine: EngineCore) -> None:
             cache.data[:, :, block * size : (block + 1) * size] = torch.nan
 
 
-@pytest.mark.parametrize("name", ["ngram", "draft_model", "eagle3"])
+@pytest.mark.parametrize(
+    ("name", "limit", "value"),
+    [
+        *((name, "MAX_CELLS", MAX_CELLS) for name in ("ngram", "draft_model", "eagle3")),
+        ("eagle3", "FOLLOWED", FOLLOWED - {"logit_bias"}),
+        ("eagle3", "MAX_CELLS", 30),
+    ],
+)
 def test_graphs_emit_what_the_plain_path_emits(
-    target: Path, drafters: dict[str, DrafterConfig], name: str, monkeypatch: pytest.MonkeyPatch
+    target: Path, drafters: dict[str, DrafterConfig], name: str, limit: str, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checked = {"drafter": drafters[name], "self_check_sample_rate": 1.0}
-    plain_engine = tiny_engine(target, **checked)
-    expected = answers(plain_engine, PLAIN)
-    graphed = tiny_engine(target, **checked, cuda_graphs=True)
+    """Requests that no graph can hold, too: of a parameter that nobody told captured steps of, and of more edits than
+    they take."""
+    changes: dict[str, Any] = {"drafter": drafters[name], "self_check_sample_rate": 1.0, "max_num_seqs": 12}
+    params = PLAIN if value is MAX_CELLS else [*MIXED, *EDITED[:4]]
+    monkeypatch.setattr(f"speculative.gpu.logit_edits.{limit}", value)
+    plain, graphed = tiny_engine(target, **changes), tiny_engine(target, **changes, cuda_graphs=True)
     assert graphed.parts.graphs is not None
     replayed, eager = Mock(wraps=graphed.parts.graphs.verify), Mock(wraps=graphed.parts.eager.verify)
     monkeypatch.setattr(graphed.parts.graphs, "verify", replayed)
     monkeypatch.setattr(graphed.parts.eager, "verify", eager)
-    assert_same(answers(graphed, PLAIN, before_step=poison), expected)
-    assert replayed.call_count > 5 and eager.call_count <= 6, "decoding is replayed, prefills are not"
-    assert_same_evidence(graphed.take_stats(), plain_engine.take_stats())
-
-
-@pytest.mark.parametrize(("limit", "value"), [("FOLLOWED", FOLLOWED - {"logit_bias"}), ("MAX_CELLS", 30)])
-def test_requests_that_no_graph_can_hold_are_served_all_the_same(
-    target: Path, drafters: dict[str, DrafterConfig], limit: str, value: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A parameter that nobody told captured steps of, and more edits than they take."""
-    monkeypatch.setattr(f"speculative.gpu.logit_edits.{limit}", value)
-    changes: dict[str, Any] = {"drafter": drafters["eagle3"], "max_num_seqs": 12}
-    expected = answers(tiny_engine(target, **changes), [*MIXED, *EDITED[:4]])
-    graphed = tiny_engine(target, **changes, cuda_graphs=True)
-    assert isinstance(graphed.drafter, ModelDrafter)
-    graphed.drafter.draft_loop = loop = Mock(wraps=graphed.drafter.draft_loop)
-    eager: list[bool] = []
-    takes = graphed.parts.eager.takes
-
-    def watched(entries: tuple[Entry, ...]) -> list[bool]:
-        eager.append(any(entry.num_known == 1 for entry in entries))
-        return takes(entries)
-
-    monkeypatch.setattr(graphed.parts.eager, "takes", watched)
-    assert_same(answers(graphed, [*MIXED, *EDITED[:4]], before_step=poison), expected)
-    assert loop.call_count > 5 and any(eager)
+    assert_same(answers(graphed, params, before_step=poison), answers(plain, params))
+    assert replayed.call_count > 5 and (eager.call_count > 6) == (params is not PLAIN), "prefills are not replayed"
+    assert_same_evidence(graphed.take_stats(), plain.take_stats())
 
 
 HALF_BANNED = SamplingParams(bad_words=tuple((token,) for token in range(0, VOCABULARY, 2)))
@@ -198,17 +182,9 @@ def test_graphs_are_off_without_a_gpu(target: Path) -> None:
 def test_passages_that_are_longer_than_a_models_drafts_take_no_room_of_q(
     target: Path, drafters: dict[str, DrafterConfig]
 ) -> None:
-    drafter = dataclasses.replace(drafters["eagle3"], length="dynamic")
-    plain, repeating = (
-        tiny_engine(target, cuda_graphs=True, drafter=one, max_batched_tokens=128)
-        for one in (drafter, dataclasses.replace(drafter, suffix_first=12))
-    )
-    assert plain.parts.graphs is not None and repeating.parts.graphs is not None
-    assert repeating.parts.graphs.buckets.largest.num_queries == 13
-    assert repeating.parts.graphs.buffers.drafts.probs.shape == plain.parts.graphs.buffers.drafts.probs.shape
-    assert isinstance(repeating.drafter, ModelDrafter) and isinstance(plain.drafter, ModelDrafter)
-    sizes = AttentionSizes(4, 13, 64)
-    model, buckets = repeating.drafter.model, repeating.parts.graphs.buckets
-    with_model, without = (graph_bytes(decoder_of(repeating), buckets, sizes, one, (64,)) for one in (model, None))
-    made_all = graph_bytes(decoder_of(repeating), dataclasses.replace(buckets, most_made=12), sizes, model, (64,))
-    assert without < with_model < made_all
+    drafter, room = dataclasses.replace(drafters["eagle3"], length="dynamic"), []
+    for one, num_queries in ((drafter, NUM_DRAFTS + 1), (dataclasses.replace(drafter, suffix_first=12), 13)):
+        graphs = tiny_engine(target, cuda_graphs=True, drafter=one, max_batched_tokens=128).parts.graphs
+        assert graphs is not None and graphs.buckets.largest.num_queries == num_queries
+        room.append(graphs.buffers.drafts.probs.shape)
+    assert room[0] == room[1]

@@ -35,9 +35,12 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def made_up_card(monkeypatch: pytest.MonkeyPatch, free: int | Callable[[], int], total: int, reserved: int) -> None:
     """What CUDA says of a card, of which this process has reserved some."""
-    for name, found in (("empty_cache", None), ("memory_reserved", reserved)):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, found=found: found)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free if isinstance(free, int) else free(), total))
+    kept = [GIB]  # by the allocator, until it is told to give it back
+    monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: reserved)
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda _: ((free if isinstance(free, int) else free()) - sum(kept), total)
+    )
 
 
 def estimate(
@@ -57,6 +60,8 @@ def test_captured_steps_need_the_larger_of_logits_and_activations_and_all_that_o
     q = 64 * 4 * LLAMA_8B.vocab_size * 4
     assert q < estimate(dense) - estimate() < q + tables
     assert q // 5 < estimate(part) - estimate() < q // 4 + tables
+    passages = Buckets.of(64, 12, 4)  # longer than what the model drafts
+    assert q < estimate(dense, buckets=passages) - estimate(buckets=passages) < q + tables
     given = (2048 - 64) * LLAMA_8B.hidden_size * 2
     assert given < estimate(max_batched_tokens=2048) - estimate() < given + tables, "in the place of the logits"
     activations = (3 * LLAMA_8B.intermediate_size + 8 * LLAMA_8B.hidden_size) * 2 * 2048

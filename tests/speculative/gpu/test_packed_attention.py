@@ -76,11 +76,14 @@ class Scene:
 
 @needs_triton
 @pytest.mark.parametrize(("heads", "dtype"), list(zip(HEADS, [torch.float32, torch.float16] * 3, strict=True)))
-@pytest.mark.parametrize("rule", [PLAIN, ScoreRule(window=1), ScoreRule(window=65, cap=1.0, scale=0.3)])
+@pytest.mark.parametrize(
+    ("rule", "first"), [(PLAIN, 0), (ScoreRule(window=1), 1), (ScoreRule(window=65, cap=1.0, scale=0.3), 0), (PLAIN, 1)]
+)
 def test_every_row_sees_its_own_past_and_nothing_else(
-    triton: AttendPacked, rule: ScoreRule, heads: tuple[int, int, int], dtype: torch.dtype
+    triton: AttendPacked, rule: ScoreRule, first: int, heads: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
-    scene, chunks = Scene(heads, dtype), dict(enumerate(CHUNKS))
+    """Positions below the first do not exist."""
+    scene, chunks = Scene(heads, dtype, first), dict(enumerate(CHUNKS[2 * first :]))
     found, expected = scene.attend(chunks, triton, rule), scene.attend(chunks, attend_packed, rule)
     assert found.dtype == dtype and not expected.isnan().any()
     assert (found.double() - expected.double()).abs().max() < TOLERANCE[dtype]
@@ -95,14 +98,6 @@ def test_few_programs_find_nothing_to_do(triton: AttendPacked) -> None:
     assert [most_tiles(rows, 1, 128) for rows in (1, 128, 129)] == [1, 1, 2]
     scene, chunks = Scene((4, 1, 16), torch.float32), {number: (number, 3 * (number % 3)) for number in range(40)}
     assert torch.allclose(scene.attend(chunks, triton), scene.attend(chunks, attend_packed), atol=2e-5)
-
-
-@needs_triton
-def test_positions_below_the_first_do_not_exist(triton: AttendPacked) -> None:
-    scene, chunks = Scene((6, 2, 64), torch.float32, first=1), {0: (1, 1), 1: (1, 70), 2: (65, 20)}
-    found, expected = scene.attend(chunks, triton), scene.attend(chunks, attend_packed)
-    assert not expected.isnan().any()
-    assert (found - expected).abs().max() < TOLERANCE[torch.float32]
 
 
 def matmul_by_rows(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:

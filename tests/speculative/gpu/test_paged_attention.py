@@ -15,8 +15,8 @@ CPU = torch.device("cpu")
 BLOCK_SIZE, MAX_BLOCKS, MAX_QUERIES = 16, 40, 5
 SIZES = AttentionSizes(BLOCK_SIZE, MAX_QUERIES, MAX_BLOCKS)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3}
-HEADS = [(4, 4, 16), (6, 2, 64), (3, 1, 80)]
-DTYPES = [torch.float32, torch.float16, torch.float32]  # the interpreter multiplies bfloat16's bit patterns
+HEADS = [(4, 4, 16), (6, 2, 64), (3, 1, 80), (32, 1, 16)]  # of the last, several programs share rows
+DTYPES = [torch.float32, torch.float16] * 2  # the interpreter multiplies bfloat16's bit patterns
 CONTEXTS = [(0, 1), (15, 5), (SPLIT_TOKENS - 2, 5), (2 * SPLIT_TOKENS + 3, 2), (0, 0)]
 
 pytestmark = [pytest.mark.slow, needs_triton]
@@ -102,6 +102,7 @@ def test_a_row_sees_its_own_window_alone_and_in_company_in_any_number_of_parts(
         keys[places] = values[places] = torch.nan
     whole, live = attend(*arguments, rule), rows.visible > first
     assert (whole - expected_of(*arguments, rule))[live].abs().max() < TOLERANCE[torch.float32]
+    assert not whole[~live].any(), "positions below the first do not exist"
     for index in (1, 3):
         before, count = CONTEXTS[index]
         for some in (1, count):  # the last rows
@@ -152,14 +153,6 @@ def test_scores_are_capped(attend: AttendPaged, rule: ScoreRule, lift: float) ->
     assert (attend(*arguments, rule) - expected_of(*arguments, rule))[live].abs().max() < TOLERANCE[torch.float32]
 
 
-def test_positions_below_the_first_do_not_exist(attend: AttendPaged) -> None:
-    arguments = scene((6, 2, 64), [(1, 3), (40, 1), (0, 1)], 3, torch.float32, first=1)
-    found = attend(*arguments)
-    live = arguments[3].visible > 0
-    assert (found - expected_of(*arguments))[live].abs().max() < TOLERANCE[torch.float32]
-    assert not found[6].any(), "its only position does not exist"
-
-
 def test_the_kernels_bits_depend_on_no_number_of_programs(attend: AttendPaged, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large batch has one program for a context, a small one as many as the context has parts."""
     from speculative.gpu import triton_attention
@@ -177,13 +170,6 @@ def test_long_contexts_are_added_up_in_float32(monkeypatch: pytest.MonkeyPatch, 
     """Not in float16, one rounding of which is 2.4e-4."""
     monkeypatch.setattr("speculative.gpu.paged_attention._MOST_PARTS", 2)
     assert error_of(kernel, torch.float16, CPU) < 2e-5
-
-
-def test_many_rows_are_shared_by_several_programs(attend: AttendPaged) -> None:
-    heads, contexts = (32, 1, 16), [(7, 5), (30, 4)]
-    arguments = scene(heads, contexts, 5, torch.float32)
-    found = attend(*arguments)
-    assert (found - expected_of(*arguments)).abs().max() < TOLERANCE[torch.float32]
 
 
 def test_the_workspace_is_accounted_for() -> None:

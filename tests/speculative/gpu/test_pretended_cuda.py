@@ -539,30 +539,18 @@ def test_graphs_hold_less_memory_than_is_estimated(
         assert (estimate / 3 < sum(device.pool_bytes.values()) < estimate) == (not fault)
 
 
-def test_memory_that_the_allocator_keeps_is_not_taken(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = [2**40]
-    with PretendedCuda():
-        monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**40 - sum(kept), 2**40))
-        load(device="cuda")
-
-
 def test_the_cache_takes_what_steps_leave_free(
     target: Path, drafters: dict[str, DrafterConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The caches of target and drafter together, and twice the memory of captured steps, stay below what is free."""
-    sizes = []
-    for free in (2**26, 2**27):
-        with PretendedCuda():
-            monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 2**28))
-            engine = tiny_engine(target, device="cuda", kv_cache_tokens=None, drafter=drafters["draft_model"])
-            caches = [engine.cache, *([engine.drafter.cache] if isinstance(engine.drafter, ModelDrafter) else [])]
-            sizes.append(sum(cache.data.numel() * cache.data.element_size() for cache in caches))
-        assert engine.config.kv_cache_tokens is not None
-        assert engine.config.kv_cache_tokens == engine.usage().num_blocks * engine.config.block_size
-    left = 2**28 // 20
-    assert 0.5 * (2**26 - left) < sizes[0] < 2**26 - left, "steps of a tiny model need little"
-    assert sizes[1] - sizes[0] == pytest.approx(2**26, rel=0.01), "all that is free beyond goes into the cache"
+    """Steps of a tiny model need little; of what is left, target and drafter have their caches."""
+    with PretendedCuda():
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**27, 2**28))
+        engine = tiny_engine(target, device="cuda", kv_cache_tokens=None, drafter=drafters["draft_model"])
+        assert isinstance(engine.drafter, ModelDrafter)
+        taken = sum(one.data.numel() * one.data.element_size() for one in (engine.cache, engine.drafter.cache))
+    assert engine.config.kv_cache_tokens == engine.usage().num_blocks * engine.config.block_size
+    left = 2**27 - 2**28 // 20
+    assert 0.7 * left < taken < left
 
 
 def test_a_gpu_without_room_for_a_cache_is_refused(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from speculative.config import DrafterConfig
 from speculative.gpu.prompt_graph import MOST_ROWS, prompt_sizes
-from speculative.request import Request, SamplingParams
 from speculative.step.runner import ModelRunner
-from tests.support.engines import tiny_engine
-from tests.support.pretended_cuda import PretendedCuda
 from tests.support.step_inputs import HIDDEN_TOLERANCE, Twins, input_of
 
 
@@ -118,44 +114,3 @@ def test_the_next_replay_leaves_earlier_results_as_they_are(target: Path) -> Non
     kept = [one.clone() for one in found]
     scene.graphs.runner.forward_with_features(second, (0,))
     assert all(map(torch.equal, found, kept))
-
-
-@pytest.mark.parametrize("name", ["none", "eagle3"])
-def test_a_chunk_of_a_prompt_is_one_launch_of_the_target(
-    target: Path, drafters: dict[str, DrafterConfig], name: str
-) -> None:
-    """The others, for the chunk's last rows and by the draft head, are as many for a longer model."""
-    pytest.importorskip("triton")
-    with PretendedCuda(count_launches=True) as device:
-        engine = tiny_engine(target, device="cuda", drafter=drafters[name], max_batched_tokens=64, max_num_seqs=2)
-        engine.add(Request("long", tuple(range(3, 60)) * 6, SamplingParams(max_tokens=2), seed=1))
-        engine.step()  # captures
-        device.clear()
-        engine.step()
-        assert device.num_replays == 1
-        assert device.num_launches <= (3 if name == "none" else 40)
-        assert not device.waits
-
-
-@pytest.mark.parametrize("name", ["none", "ngram", "eagle3"])
-def test_decoding_beside_a_prompt_costs_what_it_costs_alone(
-    target: Path, drafters: dict[str, DrafterConfig], name: str
-) -> None:
-    """In one pass of the target, so that its weights are read once: as many replays and waits as without the prompt."""
-    pytest.importorskip("triton")
-    decoding = SamplingParams(max_tokens=60, ignore_eos=True)
-    with PretendedCuda() as device:
-        engine = tiny_engine(target, device="cuda", drafter=drafters[name], max_batched_tokens=64, max_num_seqs=4)
-        for index in range(3):
-            engine.add(Request(f"r{index}", (5, 6, 7 + index), decoding, seed=index))
-        for _ in range(8):
-            engine.step()
-        device.clear()
-        engine.step()
-        alone = (device.num_replays, sum(device.waits.values()))
-        engine.add(Request("long", tuple(range(3, 60)) * 4, decoding, seed=9))
-        engine.step()  # captures
-        device.clear()
-        deltas = engine.step()
-        assert {delta.request_id for delta in deltas} == {"r0", "r1", "r2"}
-        assert (device.num_replays, sum(device.waits.values())) == alone

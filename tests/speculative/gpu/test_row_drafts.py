@@ -16,7 +16,6 @@ from tests.support.triton_interpreter import needs_triton
 
 BLOCK = 64
 WIDTH, VOCABULARY = 3 * BLOCK + 11, 500  # the last block is not full
-EDGE = 1e-7  # of a token's mass
 SIZES = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK, 4 * BLOCK + 1)
 SCENES = {"the vocabulary": None, "a part of it": VOCABULARY}
 pytestmark = [pytest.mark.slow, needs_triton]
@@ -66,19 +65,6 @@ def test_of_tied_tokens_a_greedy_row_takes_the_first(sample: SampleDrafts) -> No
     for row, places in enumerate(([5, 9], [BLOCK - 1, BLOCK], [BLOCK + 3, 3 * BLOCK + 1])):
         given.logits[row, places] = 11.0
     assert assert_sampled(given.filtered(*FILTERS[1:]), sample).columns.tolist() == [5, BLOCK - 1, BLOCK + 3]
-
-
-def test_uniforms_meet_the_edges_of_equal_tokens(sample: SampleDrafts) -> None:
-    """Just below and above: masses that were added up in float32 would be several times as far off."""
-    given = draft_scene(12, WIDTH)
-    given.fields.temperature[:], given.fields.greedy[:] = 1.0, False
-    possible = (torch.arange(WIDTH) * 7 % 11 > 2).nonzero()[:, 0]
-    given.logits[:] = -torch.inf
-    given.logits[:, possible] = 0.3
-    edges = torch.linspace(1, len(possible) - 1, 6, dtype=torch.float64).round()
-    given.fields.uniforms[OFFSET] = torch.cat([edges - EDGE, edges + EDGE]) / len(possible)
-    found = given.sample(sample).columns.unflatten(0, (NUM_DRAFTS, 12))[OFFSET]
-    assert found.tolist() == possible[torch.cat([edges - 1, edges]).long()].tolist()
 
 
 @pytest.mark.parametrize(
