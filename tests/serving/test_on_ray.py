@@ -38,30 +38,6 @@ def test_same_text_and_logprobs_as_the_monolith(disaggregated: Service, monolith
             assert temperature or apart["prompt_logprobs"][0] is None
 
 
-def test_transformers_agrees_with_what_was_served(disaggregated: Service) -> None:
-    def total(result: str) -> float:
-        return disaggregated.count("independent_replays_total", result=result)
-
-    def agreed() -> bool:
-        disaggregated.completion(prompt=LOOPING, max_tokens=24, verify=True)
-        return total("agrees") > 2  # more than the call that starts it
-
-    wait_for(agreed, "an answer that transformers checks", timeout_s=900)  # it has what everything else leaves it
-    assert [total(result) for result in ("disagrees", "outdated", "unsupported", "failed")] == [0, 0, 0, 0]
-
-
-def test_n_choices_share_one_prefill_and_keep_their_own_seeds(disaggregated: Service, monolith: Service) -> None:
-    body = {"prompt": "once upon", "max_tokens": 16, "temperature": 1.0, "return_token_ids": True, "seed": 3}
-    before = disaggregated.count("prompt_tokens_total", pool="prefill")
-    choices = disaggregated.completion(**body, n=4)["choices"]
-    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
-    assert len({tuple(choice["token_ids"]) for choice in choices}) == 4
-    alone = disaggregated.completion(**body)["choices"][0]
-    assert alone["token_ids"] == choices[0]["token_ids"]
-    assert [c["token_ids"] for c in monolith.completion(**body, n=4)["choices"]] == [c["token_ids"] for c in choices]
-    wait_for(lambda: disaggregated.count("prompt_tokens_total", pool="prefill") > before, "prefill counts")
-
-
 def test_sixty_four_mixed_requests_all_finish_and_everything_is_freed(disaggregated: Service) -> None:
     def ask(number: int) -> int:
         reply = disaggregated.completion(
@@ -79,19 +55,10 @@ def test_sixty_four_mixed_requests_all_finish_and_everything_is_freed(disaggrega
     wait_for(disaggregated.idle, "return to idle")
 
 
-def test_a_client_that_leaves_frees_what_it_held(disaggregated: Service) -> None:
-    body = {"model": MODEL, "prompt": "go on", "max_tokens": 1900, "stream": True, "ignore_eos": True}
-    with disaggregated.http() as http, http.stream("POST", "/v1/completions", json=body) as response:
-        for number, _ in enumerate(response.iter_lines()):
-            if number > 4:
-                break
-    wait_for(disaggregated.idle, "return to idle")
-    assert 'outcome="abort"' in disaggregated.metrics_text()
-
-
-def test_an_answer_is_replayed_even_if_its_client_leaves_before_the_end(disaggregated: Service) -> None:
+def test_a_client_that_leaves_frees_what_it_held_and_its_answer_is_replayed(disaggregated: Service) -> None:
     def leave(after: int) -> None:
-        body = {"model": MODEL, "prompt": f"go on {after}", "max_tokens": 40, "stream": True, "ignore_eos": True}
+        most = 1900 if after == 1 else 40
+        body = {"model": MODEL, "prompt": f"go on {after}", "max_tokens": most, "stream": True, "ignore_eos": True}
         with disaggregated.http() as http, http.stream("POST", "/v1/completions", json=body) as response:
             for number, line in enumerate(response.iter_lines()):
                 if number >= after or '"finish_reason":"length"' in line.replace(" ", ""):
@@ -111,27 +78,8 @@ def test_an_answer_is_replayed_even_if_its_client_leaves_before_the_end(disaggre
     wait_for(disaggregated.idle, "return to idle")
     wait_for(lambda: total("replays_requested_total") >= before + 32, "the answers' end")
     wait_for(lambda: ended() == total("replays_requested_total"), "a result of every replay")
-
-
-def test_metrics_agree_with_what_clients_were_reported(ray_port: int, tiny_folder: Path) -> None:
-    with deployed(ray_port, "counted", app_args(tiny_folder, "disaggregated")) as service:
-        # With logprobs: a quarter of the requests without is replayed as sent, and adds no compared tokens.
-        body = {"max_tokens": 50, "temperature": 0, "ignore_eos": True, "logprobs": 1}
-        usages = [service.completion(prompt=LOOPING + " " * number, **body)["usage"] for number in range(4)]
-        wait_for(lambda: service.metrics()["replayed_tokens"] == 200, "replay of all tokens")
-        wait_for(lambda: service.metrics()["emitted_tokens"] >= 200, "the prefill replica's report")
-        metrics = service.metrics()
-        details = [usage["completion_tokens_details"] for usage in usages]
-        assert metrics["emitted_tokens"] == sum(usage["completion_tokens"] for usage in usages) == 200
-        assert metrics["draft_tokens"] > 0
-        assert metrics["acceptance_rate"] == metrics["accepted_tokens"] / metrics["draft_tokens"]
-        by_position = service.count("accepted_tokens_per_position_total")
-        assert metrics["mean_accepted_length"] == pytest.approx(1 + by_position / metrics["drafts"])
-        # What was accepted behind the last token of a request is counted, and not delivered.
-        delivered = sum(one["accepted_prediction_tokens"] for one in details)
-        assert delivered <= metrics["accepted_tokens"] <= delivered + 4 * len(usages)
-        assert metrics["handoffs_by_result"] == {"ok": 4}
-        assert metrics["tme"] == pytest.approx(1.0, abs=1e-4)
+    assert total("requests_total", outcome="abort") > 0
+    assert disaggregated.metrics()["tme"] == pytest.approx(1.0, abs=1e-4)
 
 
 def test_responses_are_kept_by_the_controller_for_every_replica(disaggregated: Service, monolith: Service) -> None:

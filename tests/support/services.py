@@ -181,8 +181,7 @@ def deployed(port: int, name: str, args: dict[str, Any]) -> Iterator[Service]:
 
 @pytest.fixture(scope="session")
 def disaggregated(ray_port: int, tiny_folder: Path) -> Iterator[Service]:
-    replay = {**REPLAY, "independent_rate": 0.1}
-    args = app_args(tiny_folder, "disaggregated", limits={"max_load": 4}, responses={"max_mib": 1}, replay=replay)
+    args = app_args(tiny_folder, "disaggregated", limits={"max_load": 4}, responses={"max_mib": 1})
     with deployed(ray_port, "disaggregated", args) as service:
         yield service
 
