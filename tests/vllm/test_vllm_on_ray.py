@@ -30,15 +30,11 @@ ADAPTERS = ("sql", "legal")
 COUNTING = "Count: 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 1 2 3 4 5 6 7 8 9 10 11"
 
 
-def has_model() -> bool:
-    return model_here(SOURCE) is not None
-
-
 pytestmark = [
     *NEEDS_VLLM,
     pytest.mark.ray,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not has_model(), reason=f"{SOURCE} is not fetched; `truespec model get {SOURCE}`"),
+    pytest.mark.skipif(model_here(SOURCE) is None, reason=f"{SOURCE} is not fetched; `truespec model get {SOURCE}`"),
 ]
 
 

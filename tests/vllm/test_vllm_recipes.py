@@ -2,7 +2,7 @@
 
 From config.json of the models' full sizes, without weights, vLLM builds its whole configuration, but no engine. The CPU
 build refuses nothing of it; so kernels, the quantizations of a GPU and memory are checked by nobody here. The sizes of
-heads are as their kind has them.
+heads are as their kind has them; what no check depends on is as transformers assumes it.
 """
 
 import dataclasses
@@ -23,9 +23,7 @@ from tests.support.vllm_installed import NEEDS_VLLM
 
 pytestmark = NEEDS_VLLM
 RECIPES = sorted((CONFIGS / "recipes").glob("*.yaml"))
-_LLAMA_LIKE = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16", "tie_word_embeddings": False}
 _LLAMA = {
-    **_LLAMA_LIKE,
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 8192,
@@ -35,102 +33,56 @@ _LLAMA = {
     "num_key_value_heads": 8,
     "head_dim": 128,
     "max_position_embeddings": 131072,
-    "rope_theta": 500000.0,
-    "rope_scaling": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
+    "torch_dtype": "bfloat16",
     "vocab_size": 128256,
-}  # fmt: skip
+}
 _QWEN = {
-    **_LLAMA_LIKE,
+    **_LLAMA,
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "hidden_size": 5120,
     "intermediate_size": 25600,
     "num_hidden_layers": 64,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
     "max_position_embeddings": 40960,
-    "max_window_layers": 64,
-    "use_sliding_window": False,
-    "sliding_window": None,
-    "rope_theta": 1000000,
-    "rope_scaling": None,
     "vocab_size": 151936,
 }
 # The sizes of these two models are what transformers assumes of their classes.
 _GPT_OSS = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
-    "initial_context_length": 4096,
     "max_position_embeddings": 131072,
-    "rope_theta": 150000,
     "rope_scaling": {
         "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
         "original_max_position_embeddings": 4096, "truncate": False,
     },
-    "quantization_config": {
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": [
-            "model.layers.*.self_attn",
-            "model.layers.*.mlp.router",
-            "model.embed_tokens",
-            "lm_head",
-        ],
-    },
+    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
 }  # fmt: skip
 _DEEPSEEK = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
     "num_nextn_predict_layers": 1,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
     "max_position_embeddings": 163840,
-    "rope_theta": 10000,
     "rope_scaling": {
         "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
         "original_max_position_embeddings": 4096,
     },
-    "quantization_config": {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-    },
+    "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     "torch_dtype": "bfloat16",
-    "vocab_size": 129280,
 }  # fmt: skip
 
 
-def _head(target: dict[str, Any], **layer: Any) -> dict[str, Any]:
+def _head(target: dict[str, Any]) -> dict[str, Any]:
     """A head in the form of the `speculators` library, as RedHatAI publishes them."""
-    shape = {name: target[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")}
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
-        "speculators_version": "0.1.0",
         "draft_vocab_size": 32000,
-        "norm_before_residual": True,
-        "target_hidden_size": None,
         "speculators_config": {
             "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}],
             "verifier": {"architectures": target["architectures"], "name_or_path": "of its own"},
         },
-        "transformer_layer_config": {
-            **_LLAMA_LIKE,
-            **shape,
-            "model_type": "llama",
-            "head_dim": 128,
-            "intermediate_size": target["intermediate_size"],
-            "num_hidden_layers": 1,
-            "max_position_embeddings": target["max_position_embeddings"],
-            **layer,
-        },
-        "torch_dtype": "bfloat16",
+        "transformer_layer_config": _LLAMA | target | {"model_type": "llama", "num_hidden_layers": 1},
     }
 
 
@@ -147,16 +99,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "RedHatAI/Qwen3-32B-speculator.eagle3": _head(_QWEN),
     "openai/gpt-oss-120b": _GPT_OSS,
     "nvidia/gpt-oss-120b-Eagle3-throughput": {
-        **_LLAMA_LIKE,
+        **_LLAMA,
         "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
         "hidden_size": 2880,
         "intermediate_size": 17280,
         "num_hidden_layers": 1,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
         "head_dim": 64,
-        "max_position_embeddings": 131072,
         "vocab_size": 201088,
         "draft_vocab_size": 201088,
     },
