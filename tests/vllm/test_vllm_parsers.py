@@ -121,16 +121,8 @@ def hermes(calls: Sequence[tuple[str, Any]]) -> str:
     return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in reported)
 
 
-def qwen_coder(calls: Sequence[tuple[str, Any]]) -> str:
-    """Calls as Qwen3-Coder writes them."""
-    return "\n".join(
-        f"<tool_call>\n<function={name}>\n"
-        + "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
-        + "</function>\n</tool_call>"
-        for name, arguments in calls
-    )
-
-
+# A call as Qwen3-Coder writes it.
+QWEN_CODER = "<tool_call>\n<function=weather>\n<parameter=city>\n{}\n</parameter>\n</function>\n</tool_call>"
 WORDS = st.text(
     st.characters(codec="utf-8", exclude_characters="<>|\x00", exclude_categories=["Cs", "Cc"]), max_size=12
 )
@@ -167,43 +159,36 @@ def test_streams_say_what_whole_answers_say(folder: Path, tokenizer: Tokenizer, 
     check()
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "qwen3_xml"])
-def test_other_formats_are_read_by_their_parsers(folder: Path, tokenizer: Tokenizer, name: str) -> None:
-    calls = [("weather", {"city": "Rome & so"}), ("weather", {"city": "Oslo"})]
-    answered = Answered(
-        tokenizer, parsers(folder, name), "Well.\n" + qwen_coder(calls), range(0, 400, 3), tools=[TOOL, CLOCK]
-    )
-    assert answered.whole == answered.streamed
-    assert answered.whole["calls"] == calls and answered.whole["content"] == "Well."
+CODED = "Well.\n" + "\n".join(map(QWEN_CODER.format, ("Rome & so", "Oslo")))
+CODED_CALLS = [("weather", {"city": "Rome & so"}), ("weather", {"city": "Oslo"})]
+FORCED = '<think>\nso\n</think>\n\n[{"name": "weather", "arguments": {"city": "Oslo"}}]'
+R1 = ("hermes", "deepseek_r1")
+TOOLS: dict[str, Any] = {"tools": [TOOL, CLOCK]}
+THOUGHT, OPENED = ({"chat_template_kwargs": one} for one in ({"enable_thinking": False}, {"opening": "<think>"}))
 
 
-def test_what_is_no_call_stays_text(folder: Path, tokenizer: Tokenizer) -> None:
-    made = parsers(folder, "hermes", "deepseek_r1")
-    text = 'a</think>no <tool_ call> {"name": 1}'
-    expected = {"content": 'no <tool_ call> {"name": 1}', "reasoning": "a", "calls": [], "reason": "stop"}
-    for cuts in ((), range(500)):
-        answered = Answered(tokenizer, made, text, cuts, tools=[TOOL])
+@pytest.mark.parametrize(
+    ("names", "fields", "text", "right"),
+    [
+        (("qwen3_coder", None), TOOLS, CODED, ("", "Well.", CODED_CALLS)),
+        (("qwen3_xml", None), TOOLS, CODED, ("", "Well.", CODED_CALLS)),
+        (R1, TOOLS, 'a</think>no <tool_ call> {"n": 1}', ("a", 'no <tool_ call> {"n": 1}', [])),
+        (R1, THOUGHT, "Rome.", ("", "Rome.", [])),
+        (R1, OPENED, "so</think>Rome.", ("so", "Rome.", [])),
+        (("hermes", "qwen3"), TOOLS | {"tool_choice": "required"}, FORCED, ("\nso\n", "", CODED_CALLS[1:])),
+    ],
+    ids=["qwen3_coder", "qwen3_xml", "no call", "reasoning ends in the prompt", "begins in it", "forced calls"],
+)
+def test_each_answer_is_read_as_its_format_says(
+    folder: Path, tokenizer: Tokenizer, names: Any, fields: dict[str, Any], text: str, right: tuple[str, str, Any]
+) -> None:
+    made = parsers(folder, *names)
+    reasoning, content, calls = right
+    reason = "tool_calls" if calls else "stop"
+    expected = {"content": content, "reasoning": reasoning, "calls": calls, "reason": reason}
+    for cuts in ((), range(0, 400, 3), range(500)):
+        answered = Answered(tokenizer, made, text, cuts, **fields)
         assert answered.whole == answered.streamed == expected
-
-
-def test_without_reasoning_in_the_prompts_end_all_is_content(folder: Path, tokenizer: Tokenizer) -> None:
-    made = parsers(folder, "hermes", "deepseek_r1")
-    kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
-    answered = Answered(tokenizer, made, "Rome.", range(50), **kwargs)
-    assert answered.whole == answered.streamed == {"content": "Rome.", "reasoning": "", "calls": [], "reason": "stop"}
-    opened = Answered(tokenizer, made, "so</think>Rome.", range(50), chat_template_kwargs={"opening": "<think>"})
-    expected = {"content": "Rome.", "reasoning": "so", "calls": [], "reason": "stop"}
-    assert opened.whole == opened.streamed == expected
-
-
-def test_forced_calls_come_behind_the_reasoning(folder: Path, tokenizer: Tokenizer) -> None:
-    made = parsers(folder, "hermes", "qwen3")
-    asked = {"tools": [TOOL, CLOCK], "tool_choice": "required"}
-    text = '<think>\nso\n</think>\n\n[{"name": "weather", "arguments": {"city": "Oslo"}}]'
-    answered = Answered(tokenizer, made, text, range(500), **asked)
-    assert answered.whole == answered.streamed
-    assert answered.whole["calls"] == [("weather", {"city": "Oslo"})]
-    assert answered.whole["reasoning"].strip() == "so" and answered.whole["content"] == ""
 
 
 @pytest.mark.parametrize(
