@@ -12,12 +12,10 @@ from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
 from tests.support.engines import NO_DRAFTS, tiny_engine
 from tests.support.faulty_services import Fault, accept_every_draft, misplace_rounds_with_drafts, with_fault
-from tests.support.services import Load, Service, administered, app_args, deployed
+from tests.support.services import LOOPING, Load, Service, administered, app_args, deployed
 from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200)]
-
-LOOPING = "one two three one two three one two three one two"
 
 
 class Case(NamedTuple):

@@ -7,12 +7,10 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.support.services import MODEL, Service, app_args, deployed
+from tests.support.services import LOOPING, MODEL, Service, app_args, deployed
 from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200)]
-
-LOOPING = "one two three one two three one two three one two"
 
 
 def test_same_text_and_logprobs_as_the_monolith(disaggregated: Service, monolith: Service) -> None:

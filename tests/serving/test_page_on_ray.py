@@ -4,12 +4,10 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.support.browser import Visit, chromium, needs_chromium
-from tests.support.services import Service
+from tests.support.services import LOOPING, Service
 from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200), needs_chromium]
-
-LOOPING = "one two three one two three one two three one two"
 
 
 def test_the_page_answers_and_shows_what_became_of_it(disaggregated: Service) -> None:

@@ -17,7 +17,7 @@ import serve_app.app
 from serve_app.app import build_app
 from tests.support.faulty_services import hold_long_answers, slow_steps, with_fault
 from tests.support.gpu_probe import visible_gpus
-from tests.support.services import MODEL, Service, administered, app_args, deployed
+from tests.support.services import LOOPING, MODEL, Service, administered, app_args, deployed
 from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_for
 from tools.chaos.replicas import Killer, replica_pids
@@ -26,7 +26,6 @@ from tools.chaos.streams import plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200)]
 
-LOOPING = "one two three one two three one two three one two"
 HALF = {"num_cpus": 0.5}
 SIZES = {"PrefillServer": 2, "DecodeServer": 2}
 

@@ -5,9 +5,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +12,12 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 
 from serve_app.telemetry.metric_summary import summarise
 from speculative.config import kernels_folder
 from tests.support.fake_hub import FakeHub, fake_hub
 from tests.support.ray_head import RayHead, ray_head, ray_node
-from tests.support.services import ENGINE, MODEL, OPERATOR, REPLAY, administered, metric_total
+from tests.support.services import ENGINE, MODEL, OPERATOR, administered, app_args, metric_total
 from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_for
 from tools.chaos.sockets import free_ports
@@ -56,57 +52,13 @@ class Cluster:
         counts = summarise(httpx.get(f"{self.url}/metrics", timeout=60).text)["handoffs_by_result"]
         return {result: number for result, number in counts.items() if number}
 
-    def names(self) -> dict[str, str]:
-        """Ray's ids of the nodes that live, with their label `node`."""
-        return {node["node_id"]: node["labels"]["node"] for node in self.head.nodes()}
-
     def nodes_of(self, deployment: str, application: str = "four") -> list[str]:
         """The nodes of its replicas, by their label `node`."""
-        names = self.names()
-        deployments = self.head.get("/api/serve/applications/")["applications"][application]["deployments"]
-        return [names[one["node_id"]] for one in deployments[deployment]["replicas"] if one["state"] == "RUNNING"]
+        return self.head.nodes_of(deployment, application)
 
-    @contextlib.contextmanager
-    def serving(
-        self, name: str, until: str = "Serving ", **args: Any
-    ) -> Iterator[tuple[Callable[[], str], subprocess.Popen[bytes]]]:
-        """`truespec serve` on the cluster until the block ends, which begins when it says that, or has ended: what it
-        has said, and its process."""
-        data = file(name, self.url.rpartition(":")[2], args)
-        (self.folder / f"{name}.yaml").write_text(yaml.safe_dump(data))
-        command = [str(Path(sys.executable).with_name("truespec")), "serve", str(self.folder / f"{name}.yaml")]
-        shown = self.folder / f"{name}.shown"
-        with shown.open("w") as out:
-            service = subprocess.Popen(
-                [*command, "--address", self.head.address], env=self.head.environment, stdout=out, stderr=out
-            )
-        try:
-            wait_for(lambda: service.poll() is not None or until in shown.read_text(), until)
-            yield shown.read_text, service
-        finally:
-            service.send_signal(signal.SIGINT)
-            service.wait(120)
-
-
-def file(name: str, port: str, args: dict[str, Any]) -> dict[str, Any]:
-    """A Serve config of one application."""
-    prefix = "/" if name == "four" else f"/{name}"
-    application = {"name": name, "route_prefix": prefix, "import_path": "serve_app.app:build_app", "args": args}
-    http = {"host": "127.0.0.1", "port": int(port)}
-    return {"proxy_location": "HeadOnly", "http_options": http, "applications": [application]}
-
-
-def four(model: Path) -> dict[str, Any]:
-    """What the service is told."""
-    return {
-        "model": {"source": str(model), "name": MODEL},
-        "engine": ENGINE,
-        "topology": "disaggregated",
-        "drafter": {"kind": "ngram", "ngram_min": 1},
-        "pools": POOLS,
-        "recovery": {"resume": True, "max_resumes": 20, "decode_timeout_s": 10},
-        "replay": REPLAY,
-    }
+    def serving(self, name: str, until: str = "Serving ", **args: Any) -> Any:
+        """A service beside the first one, at a path of its own."""
+        return self.head.serving(self.folder, f"{self.url}/{name}", name, args, until=until)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +84,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         kill = {name: node(3, {"node": name, "pool": "decode"}) for name in ("decode-1", "decode-2")}
         shutil.copytree(small, folder / "decode-1" / "models" / "on-one-node")
         cluster = Cluster(head, f"http://127.0.0.1:{port}", kill, hub, folder)
-        shown, service = stack.enter_context(cluster.serving("four", **four(model)))
+        recovery = {"resume": True, "max_resumes": 20, "decode_timeout_s": 10}
+        args = app_args(model, "disaggregated", pools=POOLS, recovery=recovery)
+        shown, service = stack.enter_context(head.serving(folder, cluster.url, "four", args))
         assert service.poll() is None, shown()
         yield cluster
 
@@ -174,7 +128,7 @@ def test_each_node_fetches_a_model_of_the_hub(cluster: Cluster) -> None:
         assert answer.status_code == 409
         said = answer.json()["error"]["message"]
         assert "Nothing changed" in said and "path: No model 'on-one-node'" in said
-        assert [name for node, name in cluster.names().items() if node in said] == ["decode-2"]
+        assert [name for node, name in cluster.head.names().items() if node in said] == ["decode-2"]
 
 
 def test_a_head_that_one_node_lacks_is_reported_with_that_node_and_the_field(cluster: Cluster) -> None:
@@ -185,7 +139,7 @@ def test_a_head_that_one_node_lacks_is_reported_with_that_node_and_the_field(clu
         assert service.wait(60) == 1
         (line,) = (line for line in shown().splitlines() if "No model" in line)
     assert "A replica cannot start" in line and "drafter.model: No model 'on-one-node'" in line
-    assert [name for node, name in cluster.names().items() if node in line] == ["decode-2"]
+    assert [name for node, name in cluster.head.names().items() if node in line] == ["decode-2"]
 
 
 @pytest.mark.last

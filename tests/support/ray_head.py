@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import sysconfig
 import tempfile
 import time
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import yaml
 
+from tests.support.waiting import wait_for
 from tools.chaos.nodes import PATIENT, Node, NodeShape
 from tools.chaos.sockets import free_ports
 
@@ -43,6 +46,38 @@ class RayHead:
         """Those that are alive."""
         found = self.get("/api/v0/nodes?detail=1")["data"]["result"]["result"]
         return [node for node in found if node["state"] == "ALIVE"]
+
+    def names(self) -> dict[str, str]:
+        """Ray's ids of the nodes that live, with their label `node`."""
+        return {node["node_id"]: node["labels"]["node"] for node in self.nodes()}
+
+    def nodes_of(self, deployment: str, application: str) -> list[str]:
+        """The nodes of its replicas, by their label `node`."""
+        names = self.names()
+        deployments = self.get("/api/serve/applications/")["applications"][application]["deployments"]
+        return [names[one["node_id"]] for one in deployments[deployment]["replicas"] if one["state"] == "RUNNING"]
+
+    @contextlib.contextmanager
+    def serving(
+        self, folder: Path, url: str, name: str, args: dict[str, Any], *, until: str = "Serving "
+    ) -> Iterator[tuple[Callable[[], str], subprocess.Popen[bytes]]]:
+        """`truespec serve` of one application at a URL of this machine until the block ends, which begins when it says
+        that, or has ended: what it has said, and its process."""
+        at = httpx.URL(url)
+        application = {"name": name, "route_prefix": at.path, "import_path": "serve_app.app:build_app", "args": args}
+        http = {"host": at.host, "port": at.port}
+        file, shown = folder / f"{name}.yaml", folder / f"{name}.shown"
+        data = {"proxy_location": "HeadOnly", "http_options": http, "applications": [application]}
+        file.write_text(yaml.safe_dump(data))
+        command = [sys.executable, "-m", "deploy.cli.main", "serve", str(file), "--address", self.address]
+        with shown.open("w") as out:
+            service = subprocess.Popen(command, env=self.environment, stdout=out, stderr=out)
+        try:
+            wait_for(lambda: service.poll() is not None or until in shown.read_text(), until)
+            yield shown.read_text, service
+        finally:
+            service.send_signal(signal.SIGINT)
+            service.wait(120)
 
     def submit(self, *command: str, token: bool = True) -> subprocess.CompletedProcess[str]:
         """`ray job submit -- COMMAND`, until the job has ended."""

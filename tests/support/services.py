@@ -22,6 +22,7 @@ from tests.support.tiny_models import write_tiny_model
 from tools.chaos.sockets import free_ports
 
 MODEL = "tiny"
+LOOPING = "one two three one two three one two three one two"
 TOKEN = "operator-token"
 OPERATOR = {"authorization": f"Bearer {TOKEN}"}
 ENGINE = {"dtype": "float32", "device": "cpu", "max_num_seqs": 16, "kv_cache_tokens": 8192, "max_batched_tokens": 128}

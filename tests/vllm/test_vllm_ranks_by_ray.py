@@ -1,9 +1,7 @@
 """vLLM's ranks on several nodes, placed by Ray: nodes with one pretended GPU each, and a replica that needs two."""
 
+import contextlib
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 
 from tests.support.ray_head import RayHead, ray_head, ray_node
 from tests.support.services import MODEL
@@ -61,21 +58,15 @@ class Service:
 
     def nodes_of_ranks(self) -> list[str]:
         """The labels of the nodes where they are."""
-        names = {node["node_id"]: node["labels"]["node"] for node in self.head.nodes()}
+        names = self.head.names()
         actors = self.head.get("/api/v0/actors?detail=1")["data"]["result"]["result"]
         ranks = [one for one in actors if one["class_name"] == "RayWorkerProc" and one["state"] == "ALIVE"]
         return sorted(names[one["node_id"]] for one in ranks)
 
-    def node_of_replica(self) -> str:
-        """The label of the node where it is; one of its ranks is there, too."""
-        names = {node["node_id"]: node["labels"]["node"] for node in self.head.nodes()}
-        deployments = self.head.get("/api/serve/applications/")["applications"]["ranks"]["deployments"]
-        (replica,) = deployments["MonolithServer"]["replicas"]
-        return names[replica["node_id"]]
 
-
-def config(folder: Path, port: int) -> dict[str, Any]:
-    args = {
+def told(folder: Path) -> dict[str, Any]:
+    """What the service is told."""
+    return {
         "model": {"source": str(folder), "name": MODEL},
         "engine": {
             "kind": "vllm", "dtype": "float32", "max_model_len": 512, "max_num_seqs": 4, "kv_cache_tokens": 4096,
@@ -90,9 +81,6 @@ def config(folder: Path, port: int) -> dict[str, Any]:
         "pools": {"monolith": {"num_cpus": 1, "num_gpus": 2, "label_selector": {"has": "gpu"}}},
         "replay": {"sample_rate": 1.0},
     }  # fmt: skip
-    application = {"name": "ranks", "route_prefix": "/", "import_path": "serve_app.app:build_app", "args": args}
-    http = {"host": "127.0.0.1", "port": port}
-    return {"proxy_location": "HeadOnly", "http_options": http, "applications": [application]}
 
 
 @pytest.fixture(scope="module")
@@ -100,30 +88,16 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("ranks-by-ray")
     (port,) = free_ports(1)
     model = write_tiny_model(folder / "model", vocab_size=512, tokenizer=True, **TARGET)
-    (folder / "serve.yaml").write_text(yaml.safe_dump(config(model, port)))
     paths = [str(write_pretended_gpus(folder / "gpus")), *filter(None, (os.environ.get("PYTHONPATH"),))]
     found = {"PYTHONPATH": os.pathsep.join(paths)}
-    with ray_head(num_cpus=1, labels={"node": "head"}, settings=found) as head:
+    with ray_head(num_cpus=1, labels={"node": "head"}, settings=found) as head, contextlib.ExitStack() as stack:
         head.environment.update(found)
-        with (
-            ray_node(head, 1, {"node": "a", "has": "gpu"}, num_gpus=1) as a,
-            ray_node(head, 1, {"node": "b", "has": "gpu"}, num_gpus=1) as b,
-            ray_node(head, 1, {"node": "c", "has": "gpu"}, num_gpus=1) as c,
-            (folder / "shown").open("w") as out,
-        ):
-            command = [sys.executable, "-m", "deploy.cli.main", "serve", str(folder / "serve.yaml")]
-            started = subprocess.Popen(
-                [*command, "--address", head.address], env=head.environment, stdout=out, stderr=out
-            )
-            try:
-                wait_for(
-                    lambda: started.poll() is not None or "Serving " in (folder / "shown").read_text(), "the start"
-                )
-                assert started.poll() is None, (folder / "shown").read_text()
-                yield Service(head, f"http://127.0.0.1:{port}", {"a": a, "b": b, "c": c})
-            finally:
-                started.send_signal(signal.SIGINT)
-                started.wait(120)
+        labels = [{"node": name, "has": "gpu"} for name in "abc"]
+        kill = {one["node"]: stack.enter_context(ray_node(head, 1, one, num_gpus=1)) for one in labels}
+        url = f"http://127.0.0.1:{port}"
+        shown, started = stack.enter_context(head.serving(folder, url, "ranks", told(model)))
+        assert started.poll() is None, shown()
+        yield Service(head, url, kill)
 
 
 def test_a_replica_has_its_ranks_on_two_nodes_and_answers_are_verified(service: Service) -> None:
@@ -135,7 +109,7 @@ def test_a_replica_has_its_ranks_on_two_nodes_and_answers_are_verified(service: 
 def test_a_node_with_a_rank_dies_and_the_replica_is_replaced_on_those_that_are_left(service: Service) -> None:
     text = service.answer().json()["choices"][0]["text"]
     ranks = service.nodes_of_ranks()
-    (lost,) = {*ranks} - {service.node_of_replica()}
+    (lost,) = {*ranks} - {*service.head.nodes_of("MonolithServer", "ranks")}  # one rank is where the replica is
     service.kill[lost]()
     assert service.answer().status_code >= 500  # vLLM alone would let it wait for ever
     left = sorted({*service.kill} - {lost})
