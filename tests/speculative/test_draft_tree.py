@@ -51,7 +51,3 @@ def test_branches_are_the_fewest_runs_of_rows_that_follow_each_other(widths: tup
         assert start == 0 or names[start][:-1] != names[start - 1], "it belongs to the branch before it"
         for row in range(start, stop):
             assert [names[own] for own in (*ancestors, *range(start, row + 1))] == before(names[row])
-
-
-def test_the_drafts_of_levels_are_added_up() -> None:
-    assert rows_of_levels((3, 2, 1)) == (0, 3, 9, 15)

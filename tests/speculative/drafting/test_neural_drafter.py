@@ -234,19 +234,6 @@ def test_rows_stay_true_through_a_handoff(target: Path, prefill_only_after: int,
     assert not decode.drafter._states  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("kind", ["draft_model", "eagle3"])
-def test_drafts_are_the_same_after_a_handoff_and_after_a_prefix_hit(
-    target: Path, drafters: dict[str, DrafterConfig], kind: str
-) -> None:
-    together, prefill, decode = (tiny_engine(target, drafter=drafters[kind]) for _ in range(3))
-    first, second = (answers_to(together, requests(REPRODUCIBLE)) for _ in range(2))
-    assert together.take_stats().prefix_cache_hits > 0
-    apart = run(decode, hand_over(prefill, decode, requests(REPRODUCIBLE)))
-    for name, answer in first.items():
-        for other in (second[name], apart[name]):
-            assert (other.token_ids, other.round_sizes) == (answer.token_ids, answer.round_sizes)
-
-
 def test_a_long_prompt_is_caught_up_on_in_pieces(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("speculative.drafting.neural_drafter._MAX_BUFFERED", 40)
     engine = echo_engine(target, max_batched_tokens=40)

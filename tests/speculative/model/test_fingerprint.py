@@ -4,7 +4,6 @@ import json
 import os
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from speculative.model.fingerprint import CACHE_FILE, model_fingerprint
@@ -29,16 +28,6 @@ def test_fields_that_change_nothing_do_not_count(tmp_path: Path) -> None:
     set_config(folder, transformers_version="4.0.0", use_cache=False)
     assert model_fingerprint(folder) == before
     set_config(folder, rms_norm_eps=1e-3)
-    assert model_fingerprint(folder) != before
-
-
-def test_one_changed_weight_is_seen_though_the_size_stays(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path)
-    before = model_fingerprint(folder)
-    weights = load_file(folder / "model.safetensors")
-    weights["model.norm.weight"][0] += 1
-    save_file(weights, folder / "model.safetensors")
-    os.utime(folder / "model.safetensors", (1, 1))
     assert model_fingerprint(folder) != before
 
 

@@ -1,6 +1,5 @@
 """Masks, biases and penalties against the loop one would write first, alone and inside the engine."""
 
-import dataclasses
 from collections.abc import Sequence as Tokens
 from pathlib import Path
 from typing import Any
@@ -120,17 +119,6 @@ def rows_of(params: SamplingParams, drafts: Tokens[int] = (), prompt: Tokens[int
 def test_nobody_pays_when_nobody_asks() -> None:
     logits = torch.randn(3, V)
     assert adjust(logits, rows_of(SamplingParams(temperature=0.3, top_p=0.5), (4, 5)), EOS) is logits
-
-
-def test_neighbours_are_not_touched() -> None:
-    logits = torch.randn(7, V)
-    asking = rows_of(SamplingParams(repetition_penalty=2, presence_penalty=1, bad_words=((3,),), min_tokens=2), (4, 5))
-    contexts = [*rows_of(SamplingParams(), (4,)), *asking, *rows_of(SamplingParams(), (5,))]
-    contexts[0] = dataclasses.replace(contexts[0], allowed=np.zeros(V, bool))
-    adjusted = adjust(logits, contexts, EOS)
-    assert torch.equal(adjusted[[1, 5, 6]], logits[[1, 5, 6]])
-    assert (adjusted[0] == -torch.inf).all()
-    assert (adjusted[2:5] != logits[2:5]).any(-1).all()
 
 
 # ---- through the engine, with n-gram drafts
