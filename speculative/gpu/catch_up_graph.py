@@ -53,24 +53,9 @@ class CatchUpPass:
     @torch.inference_mode()  # a handoff is exported outside of a step
     def run(self, rows: CatchUpRows) -> Tensor:
         """The hidden states [B, hidden] of each sequence's last row, until the next call."""
-        counts, most = rows.stops - rows.starts, self._buckets.batch_sizes[-1]
-        if len(counts) > most:
-            ends, found = np.cumsum([0, *counts]).tolist(), list[Tensor]()
-            for begin in range(0, len(counts), most):
-                part = slice(begin, min(begin + most, len(counts)))
-                own = slice(ends[part.start], ends[part.stop])
-                chosen = CatchUpRows(
-                    token_ids=rows.token_ids[own],
-                    starts=rows.starts[part],
-                    stops=rows.stops[part],
-                    sequences=rows.sequences[part],
-                    features=rows.features[own],
-                    edges=rows.edges[own],
-                )
-                found.append(self.run(chosen).clone())
-            return torch.cat(found)
+        counts = rows.stops - rows.starts
         bucket = self._buckets.fit(len(counts), int(counts.max()))
-        assert bucket is not None, "no sequence has more than most_rows"
+        assert bucket is not None, "no sequence has more than most_rows, and a step on a GPU has few enough"
         captured = self.prepare(bucket)
         host = captured.inputs.next_host()
         num_blocks, places = fill_rows(host, self._tables.of(rows.sequences), rows.starts, counts, self._room)

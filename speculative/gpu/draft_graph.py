@@ -101,11 +101,6 @@ class DraftLoop:
 
     def make(self, entries: Sequences[Entry], hidden: Tensor) -> MadeDrafts:
         """`MakeDrafts` for a step that is not replayed whole."""
-        most = self._buckets.batch_sizes[-1]
-        if len(entries) > most:
-            first, rest = self.make(entries[:most], hidden[:most]), self.make(entries[most:], hidden[most:])
-            columns, probs = torch.cat([first.columns, rest.columns]), torch.cat([first.q, rest.q])
-            return MadeDrafts([*first.tokens, *rest.tokens], columns, probs)
         bucket = self.run(entries, hidden)
         used, shape, made = bucket.num_rows, (bucket.num_queries, bucket.num_seqs), self._statics.drafts
         tokens = made.tokens[:used].view(shape).T.tolist()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress
+from itertools import accumulate, compress
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from speculative.gpu.verify_graph import JudgedRows, VerifyGraph
 from speculative.model.decoder import Decoder
 from speculative.model.layers import use_layer_ops
 from speculative.sampling.draft_probs import PointMass
-from speculative.state.batch import Batch, Entry, Int64s, StepInput, StepOutcome, build_step_input, merge_outcomes
+from speculative.state.batch import Batch, Entry, Int64s, StepInput, StepOutcome, build_step_input
 from speculative.state.kv_cache import KVCache
 from speculative.state.token_constraint import Bools
 from speculative.step.checked_sampler import CheckedSampler, DeviceChecks
@@ -130,8 +130,11 @@ class GraphStep:
     # -- which steps --------------------------------------------------------------------------------------------
 
     def takes(self, entries: Sequence[Entry]) -> list[bool]:
-        """Return which of them can be replayed; none where their edits of logits are more than there is room for."""
-        takes = [self._takes(entry) for entry in entries]
+        """Return which of them can be replayed together; none where their edits of logits are more than there is room
+        for."""
+        takes, most = [self._takes(entry) for entry in entries], self.buckets.batch_sizes[-1]
+        if sum(takes) > most:  # the others are another step's, in the same buffers
+            takes = [one and number <= most for one, number in zip(takes, accumulate(takes), strict=True)]
         has_room = fits(list(compress(entries, takes)), len(self._checked.sampler.eos_token_ids))
         return takes if has_room else [False] * len(takes)
 
@@ -146,15 +149,12 @@ class GraphStep:
 
     # -- the step -----------------------------------------------------------------------------------------------
 
-    def draft(self, batch: Batch) -> StepDrafts | None:
-        """Draft for every entry; a model's drafts stay on the device. None where the batch has several parts: each is
-        drafted when the one before it has been verified, in the same buffers.
+    def draft(self, batch: Batch) -> StepDrafts:
+        """Draft for every entry; a model's drafts stay on the device.
 
         Raises:
             EngineFault: a drafter without a model gives another distribution than a point mass.
         """
-        if len(batch.entries) > self.buckets.batch_sizes[-1]:
-            return None
         if self.loop is None or self._neural is None:
             drafts, allowed = constrain(batch, self._drafter.propose(batch))
             if not isinstance(drafts.draft_probs, PointMass):
@@ -176,13 +176,9 @@ class GraphStep:
         offsets = np.arange(len(entries)) - np.repeat(np.cumsum(own) - own, own)
         return StepDrafts(counts, np.zeros(len(entries), np.int64), offsets * bucket.num_seqs + entries, None)
 
-    def verify(self, batch: Batch, drafts: StepDrafts | None, beside: Sequence[Entry] = ()) -> StepOutcome:
-        """Run the target on the step's rows, verify, and copy the results to the host, once for each part. Prompts
-        beside them are computed in the same pass, where they fit."""
-        if drafts is None:
-            most = self.buckets.batch_sizes[-1]
-            parts = [Batch(batch.entries[begin : begin + most]) for begin in range(0, len(batch.entries), most)]
-            return merge_outcomes([self.verify(part, self.draft(part)) for part in parts], range(len(batch.entries)))
+    def verify(self, batch: Batch, drafts: StepDrafts, beside: Sequence[Entry] = ()) -> StepOutcome:
+        """Run the target on the step's rows, verify, and copy the results to the host. Prompts beside them are computed
+        in the same pass, where they fit."""
         step_input = build_step_input(batch.entries, drafts.counts, drafts.token_ids, self._config.block_size)
         bucket = self.buckets.fit_rows(len(batch.entries), len(step_input.input_ids))
         assert bucket is not None, "every batch that is taken fits"
@@ -191,7 +187,7 @@ class GraphStep:
             sources = np.full(len(step_input.input_ids), -1, np.int64)
             sources[step_input.verify_rows[step_input.offsets > 0]] = drafts.rows
         prompts = None
-        if beside and not any(entry.max_drafts for entry in beside):
+        if beside and not any(entry.max_drafts or self._takes(entry) for entry in beside):
             nothing = np.empty(0, np.int64)
             prompts = build_step_input(beside, np.zeros(len(beside), np.int64), nothing, self._config.block_size)
         self.runner.run_decoding(bucket, step_input, sources, prompts)
