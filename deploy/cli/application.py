@@ -5,7 +5,7 @@ import functools
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -163,7 +163,17 @@ def application_of(asked: ServeTarget) -> ServeFile:
                 raise ConfigError(f"--revision {value}: {none}; leave it out.")
             value = f"{source}@{value}"
         elif flag == "--api-key":
-            value = str(_keys_file(value))
+            from serve_app.http.access.access import Scope
+            from serve_app.http.access.keys import create_key
+
+            folder = Path(tempfile.mkdtemp(prefix="truespec-keys-"))
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            for number, key in enumerate(dict.fromkeys(value), start=1):
+                secret = checked_secret(key, "--api-key")
+                if secret is None:
+                    raise ConfigError("--api-key is empty; give a key, or leave it out to serve without one.")
+                create_key(folder / "keys.yaml", f"api-key-{number}", [Scope.USER], secret=secret)
+            value = str(folder / "keys.yaml")  # which is gone when this process ends
         section, name = _place(data, setting)
         if isinstance(section, dict):
             section[name] = value
@@ -202,21 +212,6 @@ def _place_of(flag: str) -> str:
     name = flag.removeprefix("--set ")
     of_file = name.partition(".")[0].partition("[")[0] in ServeFile.model_fields
     return TAKEN.get(flag) or (name if of_file else f"{ARGS}.{name}")
-
-
-def _keys_file(keys: Iterable[str]) -> Path:
-    """A file of these keys, which is gone when this process ends."""
-    from serve_app.http.access.access import Scope
-    from serve_app.http.access.keys import create_key
-
-    folder = Path(tempfile.mkdtemp(prefix="truespec-keys-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    for number, key in enumerate(dict.fromkeys(keys), start=1):
-        secret = checked_secret(key, "--api-key")
-        if secret is None:
-            raise ConfigError("--api-key is empty; give a key, or leave it out to serve without one.")
-        create_key(folder / "keys.yaml", f"api-key-{number}", [Scope.USER], secret=secret)
-    return folder / "keys.yaml"
 
 
 def _place(data: Any, setting: str) -> tuple[Any, str]:

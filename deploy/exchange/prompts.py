@@ -36,16 +36,11 @@ def read_prompts(folder: Path, kinds: tuple[str, ...], own: Path | None = None) 
     prompts = {
         kind: [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts[kind]] for kind in kinds
     }
-    return prompts | {kind: _cut(prompts[kind], length) for kind, length in lengths.items()}
-
-
-def _cut(prompts: list[list[int]], length: int) -> list[list[int]]:
-    """Return as many prompts of this length, each of which begins with another one."""
-    cut = []
-    for number in range(len(prompts)):
-        turned = itertools.cycle(prompts[number:] + prompts[:number])
-        cut.append(list(itertools.islice(itertools.chain.from_iterable(turned), length)))
-    return cut
+    for kind, length in lengths.items():  # as many of this length, each of which begins with another one
+        own_ids = prompts[kind]
+        turned = [itertools.cycle(own_ids[number:] + own_ids[:number]) for number in range(len(own_ids))]
+        prompts[kind] = [list(itertools.islice(itertools.chain.from_iterable(one), length)) for one in turned]
+    return prompts
 
 
 def read_texts(own: Path | None = None) -> dict[str, list[str]]:

@@ -525,34 +525,6 @@ class AppConfig(Section):
                     "it.",
                 )
 
-    def _rank_errors(self) -> Iterator[FieldError]:
-        """Return what does not go together with ranks on several nodes, or of several stages."""
-        ranks = self.ranks
-        if ranks.by_ray and not all(self.pool(name).num_gpus > 0 for name in self.pool_names):
-            yield FieldError(
-                "vllm.engine_args.distributed_executor_backend",
-                f"is ray, which places ranks by their GPUs: set num_gpus of each pool to {ranks.number}, or remove it.",
-            )
-        if ranks.by_ray and self.topology == "disaggregated" and self.handoff.transport != "nixl":
-            yield FieldError(
-                "handoff.transport",
-                f"is {self.handoff.transport}, which copies through files of one node, but "
-                "vllm.engine_args.distributed_executor_backend is ray, whose ranks may be on several: set it to nixl, "
-                "or topology to monolith.",
-            )
-        if ranks.by_ray and self.vllm.replays == "torch":
-            yield FieldError(
-                "vllm.replays",
-                "is torch, but the replica has no GPU beside those of vLLM's ranks, which Ray places "
-                "(vllm.engine_args.distributed_executor_backend): set it to vllm.",
-            )
-        if ranks.pipeline > 1 and self.topology == "disaggregated":
-            yield FieldError(
-                "topology",
-                "is disaggregated, but handoffs between stages of layers are not supported "
-                "(vllm.engine_args.pipeline_parallel_size): set it to monolith.",
-            )
-
     def _engine_errors(self) -> Iterator[FieldError]:
         if self.engine.kind != "vllm" and self.vllm.lora_modules:
             yield FieldError(
@@ -574,7 +546,32 @@ class AppConfig(Section):
             if self.engine.kind == "vllm":
                 check_settings(config, self.vllm.engine_args)
                 check_lora(self.vllm_settings(self.pool_names[0]), self.model.served_name)
-                yield from self._rank_errors()
+                ranks = self.ranks
+                if ranks.by_ray and not all(self.pool(name).num_gpus > 0 for name in self.pool_names):
+                    yield FieldError(
+                        "vllm.engine_args.distributed_executor_backend",
+                        f"is ray, which places ranks by their GPUs: set num_gpus of each pool to {ranks.number}, or "
+                        "remove it.",
+                    )
+                if ranks.by_ray and self.topology == "disaggregated" and self.handoff.transport != "nixl":
+                    yield FieldError(
+                        "handoff.transport",
+                        f"is {self.handoff.transport}, which copies through files of one node, but "
+                        "vllm.engine_args.distributed_executor_backend is ray, whose ranks may be on several: set it "
+                        "to nixl, or topology to monolith.",
+                    )
+                if ranks.by_ray and self.vllm.replays == "torch":
+                    yield FieldError(
+                        "vllm.replays",
+                        "is torch, but the replica has no GPU beside those of vLLM's ranks, which Ray places "
+                        "(vllm.engine_args.distributed_executor_backend): set it to vllm.",
+                    )
+                if ranks.pipeline > 1 and self.topology == "disaggregated":
+                    yield FieldError(
+                        "topology",
+                        "is disaggregated, but handoffs between stages of layers are not supported "
+                        "(vllm.engine_args.pipeline_parallel_size): set it to monolith.",
+                    )
             elif self.pools_on("cpu"):
                 config.on_cpu()  # whose cache has a size by then
         except ConfigError as error:

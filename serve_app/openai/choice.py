@@ -75,8 +75,10 @@ class _Choice:
             EngineFault: the engine failed on this request.
             RequestAborted: the engine let go of it.
         """
-        if delta.finish_reason is not None:
-            refuse_failure(delta)
+        if delta.finish_reason is FinishReason.ERROR:
+            raise EngineFault(f"{delta.request_id}: {delta.error or 'the engine gave no reason'}")
+        if delta.finish_reason is FinishReason.ABORT:
+            raise RequestAborted(f"{delta.request_id} was aborted by the engine.")
         if self.record is not None:
             self.record.take(delta)
         if self._prompt_due:
@@ -316,16 +318,3 @@ def _merged(said: Sequence[tuple[int, ParsedDelta]]) -> list[tuple[int, ParsedDe
         calls = put_together(call for part in parts for call in part.calls)
         merged.append((sum(counts), ParsedDelta(content, reasoning, calls)))
     return merged
-
-
-def refuse_failure(delta: TokenDelta) -> None:
-    """Raise what a last delta says of a request that failed.
-
-    Raises:
-        EngineFault: the engine failed on this request.
-        RequestAborted: the engine let go of it.
-    """
-    if delta.finish_reason is FinishReason.ERROR:
-        raise EngineFault(f"{delta.request_id}: {delta.error or 'the engine gave no reason'}")
-    if delta.finish_reason is FinishReason.ABORT:
-        raise RequestAborted(f"{delta.request_id} was aborted by the engine.")

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from serve_app.errors import MalformedBody, UnknownParameter, UnsupportedParameter
 from serve_app.openai.wire import HALF_PAIR, NOT_WHOLE, SUSPECT_ESCAPE, UNSUPPORTED, W, strings_in
@@ -44,7 +43,21 @@ def checked(fields: dict[str, Any], kind: type[W]) -> W:
     try:
         wire = kind.model_validate(supported)
     except ValidationError as error:
-        _complain(error.errors(include_url=False)[0])
+        first = error.errors(include_url=False)[0]  # in OpenAI's words for the field
+        *way, last = first["loc"]
+        ours = [str(part) for part in way if not _is_tag(part)]
+        if first["type"] == "extra_forbidden":  # the last part is the client's own name, and all others are ours
+            path = ".".join((*ours, str(last)[:MAX_ECHO]))
+            raise UnknownParameter(path, f"Unknown field '{path}'. Remove it, or check its spelling.") from error
+        path = ".".join(ours if _is_tag(last) else (*ours, str(last)))
+        if first["type"] == "missing":
+            raise InvalidRequest(path, f"The field '{path}' is missing.") from error
+        if first["type"] == "unsupported":
+            raise UnsupportedParameter(path, f"{path}: {first['msg']}") from error
+        got = first.get("input")
+        names = {str: "a string", dict: "an object", list: "a list", type(None): "null"}
+        shown = f"{got}"[:24] if isinstance(got, int | float) else names.get(type(got), "something else")
+        raise InvalidRequest(path, f"{path}: {first['msg'].rstrip('.')}. Got {shown}.") from error
     wire.check_together()
     return wire
 
@@ -77,24 +90,6 @@ def _load(body: bytes) -> dict[str, Any]:
     except RecursionError as error:
         raise MalformedBody("", "The body is nested too deeply.") from error
     return fields
-
-
-def _complain(error: ErrorDetails) -> NoReturn:
-    """Turn pydantic's first complaint into ours, in OpenAI's words for the field."""
-    *way, last = error["loc"]
-    ours = [str(part) for part in way if not _is_tag(part)]
-    if error["type"] == "extra_forbidden":  # the last part is the client's own name, and all others are ours
-        path = ".".join((*ours, str(last)[:MAX_ECHO]))
-        raise UnknownParameter(path, f"Unknown field '{path}'. Remove it, or check its spelling.")
-    path = ".".join(ours if _is_tag(last) else (*ours, str(last)))
-    if error["type"] == "missing":
-        raise InvalidRequest(path, f"The field '{path}' is missing.")
-    if error["type"] == "unsupported":
-        raise UnsupportedParameter(path, f"{path}: {error['msg']}")
-    got = error.get("input")
-    names = {str: "a string", dict: "an object", list: "a list", type(None): "null"}
-    shown = f"{got}"[:24] if isinstance(got, int | float) else names.get(type(got), "something else")
-    raise InvalidRequest(path, f"{path}: {error['msg'].rstrip('.')}. Got {shown}.")
 
 
 def _is_tag(part: str | int) -> bool:

@@ -228,7 +228,10 @@ class PooledTokenSource:
                     with phases(self._tracing, request, num_bytes) as see:
                         async for delta in deltas:
                             if unaccepted is not None:  # until the first delta shows that it was
-                                self._count_handoff(request.request_id, unaccepted, replica)
+                                self._metrics.count("truespec_handoffs_total", result="ok")
+                                self._metrics.count("truespec_handoff_bytes_total", unaccepted)
+                                if self._took_in is not None:
+                                    self._took_in(request.request_id, replica)
                                 unaccepted = None
                             see(delta)
                             yield delta._replace(**uncounted) if uncounted else delta
@@ -287,12 +290,6 @@ class PooledTokenSource:
         own, replica = request.request_id, prefilled.replica
         deltas = tuple(delta._replace(request_id=own, prefilled_by=replica) for delta in prefilled.deltas)
         return dataclasses.replace(prefilled, deltas=deltas, attempt=attempt)
-
-    def _count_handoff(self, request_id: str, num_bytes: int, replica: str) -> None:
-        self._metrics.count("truespec_handoffs_total", result="ok")
-        self._metrics.count("truespec_handoff_bytes_total", num_bytes)
-        if self._took_in is not None:
-            self._took_in(request_id, replica)
 
 
 def _reason(error: Exception) -> str:

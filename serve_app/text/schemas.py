@@ -52,7 +52,20 @@ def held(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema in the form that the grammar takes. Raises SchemaRefused: it says what the grammar cannot hold."""
     read: list[tuple[str, dict[str, Any]]] = []
     made: dict[str, Any] = _held(schema, "", read)
-    _check_open_ends(read, schema)
+    # The library's numbers between a bound that excludes a whole number and another less than 1 away include it. Which
+    # bounds are those of one value is not looked at.
+    for keyword, other, side in _OPEN_ENDS:
+        ends = [one.get(name) for _, one in read for name in (other, f"exclusive{other.capitalize()}")]
+        bounds = [end for end in ends if isinstance(end, int | float)]
+        for path, part in read:
+            number = part.get(keyword)
+            if not isinstance(number, int | float) or number % 1 or "number" not in value_types(part, schema):
+                continue
+            if any(0 < (bound - number) * side < 1 for bound in bounds):
+                raise SchemaRefused(
+                    f"{path}.{keyword}: {number} cannot be excluded where another bound is less than 1 away; give the "
+                    "least number as minimum, or the greatest as maximum.".lstrip(".")
+                )
     return made
 
 
@@ -139,25 +152,6 @@ def _check_numbers(value: Any, at: str) -> None:
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         _check_numbers(item, f"{at}.{clean_key(str(key))}")
-
-
-def _check_open_ends(read: list[tuple[str, dict[str, Any]]], root: dict[str, Any]) -> None:
-    """Refuse a whole number that is excluded as a bound while some other bound is less than 1 away.
-
-    The library's numbers between them include it. Which bounds are those of one value is not looked at.
-    """
-    for keyword, other, side in _OPEN_ENDS:
-        ends = [one.get(name) for _, one in read for name in (other, f"exclusive{other.capitalize()}")]
-        bounds = [end for end in ends if isinstance(end, int | float)]
-        for path, schema in read:
-            number = schema.get(keyword)
-            if not isinstance(number, int | float) or number % 1 or "number" not in value_types(schema, root):
-                continue
-            if any(0 < (bound - number) * side < 1 for bound in bounds):
-                raise SchemaRefused(
-                    f"{path}.{keyword}: {number} cannot be excluded where another bound is less than 1 away; give the "
-                    "least number as minimum, or the greatest as maximum.".lstrip(".")
-                )
 
 
 def _pattern(at: str, pattern: str) -> str:

@@ -114,7 +114,17 @@ class Tokenizer:
         if not all(isinstance(one, str) for one in _sources(own)):
             raise ConfigError(f"{folder}: `chat_template` is {own!r}, and must be a text; take it from its source.")
         if chat_template is not None:
-            wrapped.chat_template = _read_template(chat_template)
+            shipped = SHIPPED_TEMPLATES / f"{chat_template}.jinja"
+            path = shipped if Path(chat_template).name == chat_template and shipped.is_file() else Path(chat_template)
+            try:
+                wrapped.chat_template = path.read_text(encoding="utf-8")
+                ChatTemplate.read(wrapped.chat_template)
+            except (OSError, UnicodeDecodeError, TemplateError) as error:
+                raise ConfigError(
+                    f"model.chat_template: {chat_template} cannot be read as a Jinja template: {error}. It must be at "
+                    "this path on every node that answers HTTP, or come with the package, as do "
+                    f"{' and '.join(shipped_templates())}."
+                ) from error
         name = type(wrapped).__name__
         rebuilt = () if failed else differences(core, wrapped.backend_tokenizer, name, folder)
         tokenizer = cls(wrapped, core, ends, (*remarks, *failed, *rebuilt, *lossy(core, folder)))
@@ -540,21 +550,6 @@ class ChatTemplate:
 def _sources(template: str | dict[str, str] | None) -> list[str]:
     """The templates that a model has: none, one, or several by name."""
     return list(template.values()) if isinstance(template, dict) else [] if template is None else [template]
-
-
-def _read_template(named: str) -> str:
-    """The template of a file, or of a name among those that come with the package."""
-    shipped = SHIPPED_TEMPLATES / f"{named}.jinja"
-    path = shipped if Path(named).name == named and shipped.is_file() else Path(named)
-    try:
-        source = path.read_text(encoding="utf-8")
-        ChatTemplate.read(source)
-    except (OSError, UnicodeDecodeError, TemplateError) as error:
-        raise ConfigError(
-            f"model.chat_template: {named} cannot be read as a Jinja template: {error}. It must be at this path on "
-            f"every node that answers HTTP, or come with the package, as do {' and '.join(shipped_templates())}."
-        ) from error
-    return source
 
 
 def shipped_templates() -> list[str]:

@@ -458,10 +458,23 @@ class ModelDrafter(Drafter):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _finish(self, jobs: Sequences[_Job]) -> None:
-        """Note that the jobs are done, and keep only the features that later rows need."""
+        """Note that the jobs are done, mark full blocks, and keep only the features that later rows need."""
         for sequence, state, _, stop in jobs:
             state.num_computed = stop
-            self._mark(sequence, state)
+            # Mark the full blocks whose rows are now all computed, and keep what the row after each of them needs.
+            for index in range(state.num_marked, min(state.num_computed, sequence.num_computed) // self._block_size):
+                block = sequence.blocks[index]
+                if self._pool.is_marked(block):
+                    state.num_marked += index == state.num_marked
+                    continue
+                edge = (index + 1) * self._block_size - 1
+                if self.capture:
+                    held = [(f, x) for f, x in state.features if f <= edge < f + len(x)]
+                    if not held:
+                        continue
+                    first, features = held[-1]
+                    self.edges[block].copy_(features[edge - first])
+                self._pool.mark(block)
             # Those from `end` on will be computed again. Copies: a view would keep the features of its whole step, of
             # all sequences, in memory.
             begin, end = max(stop - 1, 0), sequence.num_computed
@@ -524,22 +537,6 @@ class ModelDrafter(Drafter):
             merged = torch.cat(rows) if rows else self.cache.data.new_empty((0, self.model.num_features))
         state.features = [(begin, merged)] if len(merged) else []
         return merged[: stop - begin]
-
-    def _mark(self, sequence: Sequence, state: _State) -> None:
-        """Mark the full blocks whose rows are now all computed, and keep what the row after each of them needs."""
-        for index in range(state.num_marked, min(state.num_computed, sequence.num_computed) // self._block_size):
-            block = sequence.blocks[index]
-            if self._pool.is_marked(block):
-                state.num_marked += index == state.num_marked
-                continue
-            edge = (index + 1) * self._block_size - 1
-            if self.capture:
-                held = [(f, x) for f, x in state.features if f <= edge < f + len(x)]
-                if not held:
-                    continue
-                first, features = held[-1]
-                self.edges[block].copy_(features[edge - first])
-            self._pool.mark(block)
 
     # -- drafting -----------------------------------------------------------------------------------------------
 

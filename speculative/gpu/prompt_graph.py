@@ -98,17 +98,16 @@ class PromptPass:
             return run_in_parts(step_input, MOST_SEQUENCES, self._replay)
         return self._replay(step_input)
 
-    def takes_beside(self, prompts: StepInput, bucket: PackedBucket, num_rows: int) -> bool:
-        """Return whether the rows of prompts fit behind `num_rows` decoding rows, which are judged in a bucket."""
-        most = max(bucket.num_rows, num_rows + len(prompts.input_ids))
-        return len(prompts.sequences) <= MOST_SEQUENCES and most <= self._sizes[-1]
-
     def run_beside(
         self, prompts: StepInput, bucket: PackedBucket, decoding: StepInput, sources: Int64s | None
-    ) -> tuple[Tensor, Tensor]:
-        """Compute decoding rows as `TargetPass.run` does, and prompts' as `run` does, in one pass; see there."""
+    ) -> tuple[Tensor, Tensor] | None:
+        """Compute decoding rows as `TargetPass.run` does, and prompts' as `run` does, in one pass; see there. None, and
+        nothing computed, where the rows of prompts do not fit behind those, which are judged in a bucket."""
         num_before, num_rows = len(decoding.input_ids), len(prompts.input_ids)
-        captured = self._prepare(self._fit(max(bucket.num_rows, num_before + num_rows)), beside=True)
+        most = max(bucket.num_rows, num_before + num_rows)
+        if len(prompts.sequences) > MOST_SEQUENCES or most > self._sizes[-1]:
+            return None
+        captured = self._prepare(self._fit(most), beside=True)
         host, beside = captured.inputs.next_host(), self._beside.next_host()
         num_blocks = fill_packed(beside, self._tables.of(decoding.sequences), decoding, self._room)
         if sources is not None:

@@ -101,10 +101,9 @@ class GraphRunner(ModelRunner):
     ) -> None:
         """Run `TargetPass.run`; in the same pass compute the rows of prompts, where they fit, for which
         `forward_with_features` will be asked next."""
-        self._found = None
-        if prompts is not None and self.prompts.takes_beside(prompts, bucket, len(step_input.input_ids)):
-            self._found = prompts, self.prompts.run_beside(prompts, bucket, step_input, sources)
-        else:
+        found = None if prompts is None else self.prompts.run_beside(prompts, bucket, step_input, sources)
+        self._found = None if prompts is None or found is None else (prompts, found)
+        if found is None:
             self.target.run(bucket, step_input, sources)
 
     def forward_with_features(self, step_input: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -288,7 +288,7 @@ class TritonAttend:
         for tile_rows, above, up_to, num_found in tiles_of(rows, group, narrow, wide):
             num_tiles = triton.cdiv((up_to or rows.num_queries * group), tile_rows)
             num_places = num_found * num_tiles
-            sharing = programs_of_context(num_places * num_kv_heads, most_parts)
+            sharing = min(most_parts, -(-_ENOUGH_PROGRAMS // (num_places * num_kv_heads)))  # the parts of a context
             packed, even = (num_kv_heads, num_places * sharing), (num_places, num_kv_heads, sharing)
             _attend_splits[even if rows.starts is None else packed](
                 *(query, keys, values, rows.blocks, rows.visible, rows.starts, partial, weight, scale),
@@ -341,11 +341,6 @@ def of_products(scores: ScoreRule, head_dim: int) -> tuple[float, int, float]:
     """The scale, window and cap of `attend_tile`: a capped product is scaled to twice the tanh's argument."""
     scale, cap = scores.scale or head_dim**-0.5, scores.cap or 0.0
     return (2 * scale / cap if cap else scale) * LOG2_E, scores.window or 0, cap * LOG2_E
-
-
-def programs_of_context(num_contexts: int, num_parts: int) -> int:
-    """Programs that share the parts of each context."""
-    return min(num_parts, -(-_ENOUGH_PROGRAMS // num_contexts))
 
 
 def tile_tokens(dim: int, number_bytes: int) -> int:

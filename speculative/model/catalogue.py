@@ -83,7 +83,9 @@ def fetch_model(name: str, *, cache_dir: Path | None = None, progress: Progress 
         ConfigError: the catalogue has no such model.
         FetchFailed: no network, a wrong checksum, or no room on the disk.
     """
-    model, report = catalogue_model(name), progress or (lambda _: None)
+    if name not in CATALOGUE:
+        raise ConfigError(f"No model {name!r} in the catalogue; it has: {', '.join(sorted(CATALOGUE))}.")
+    model, report = CATALOGUE[name], progress or (lambda _: None)
     models = models_folder(cache_dir)
     folder = models / name
     if is_complete(folder, model):
@@ -100,17 +102,6 @@ def fetch_model(name: str, *, cache_dir: Path | None = None, progress: Progress 
         ) from error
     report(f"{name} is in {folder}")
     return folder
-
-
-def catalogue_model(name: str) -> CatalogueModel:
-    """The catalogue's entry.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if name not in CATALOGUE:
-        raise ConfigError(f"No model {name!r} in the catalogue; it has: {', '.join(sorted(CATALOGUE))}.")
-    return CATALOGUE[name]
 
 
 def download_gguf(model: CatalogueModel, folder: Path, report: Progress) -> Path:

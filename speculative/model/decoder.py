@@ -1,6 +1,5 @@
 """A dense decoder, for inference."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
@@ -10,7 +9,7 @@ from torch.nn import functional
 
 from speculative.kernels.chosen import ChosenKernels, choose_kernels
 from speculative.model.attention import StepAttention
-from speculative.model.config import ModelConfig, TensorNames
+from speculative.model.config import ModelConfig
 from speculative.model.cpu.fused import FusedLayers
 from speculative.model.cpu.native import Packed, pack_natively
 from speculative.model.formats import EMBEDDING, LM_HEAD, Format, stacked
@@ -125,7 +124,12 @@ class Decoder(FusibleLayer):
     def pack(self, folder: Path) -> None:
         """Lay the loaded weights of a folder out for our CPU kernels; from here on activations are float32."""
         slots, kernels = self.checkpoint_slots(), self.kernels.model
-        form, names = self.weights, self._linear_names(slots)
+        form, head = self.weights, EMBEDDING if self.config.tie_word_embeddings else LM_HEAD
+        names = {self.lm_head: [head]}  # the checkpoint's tensors in the rows of each Linear, in order
+        for module in self.layers.modules():
+            if isinstance(module, Linear):
+                own = module.weight.untyped_storage().data_ptr()
+                names[module] = [name for name, slot in slots.items() if slot.untyped_storage().data_ptr() == own]
         given = TensorFiles(own_files(folder, form.name))
         assert kernels is not None, "there is nothing to pack for"
 
@@ -143,49 +147,34 @@ class Decoder(FusibleLayer):
         self.dtype = torch.float32
         self.fused = FusedLayers.of(self.layers, cast("Rotary", self.rotaries[0]), self.config)
 
-    def _linear_names(self, slots: Mapping[str, Tensor]) -> dict[Linear, list[str]]:
-        """The checkpoint's tensors in the rows of each Linear, in order."""
-        head = EMBEDDING if self.config.tie_word_embeddings else LM_HEAD
-        names = {self.lm_head: [head]}
-        for module in self.layers.modules():
-            if isinstance(module, Linear):
-                own = module.weight.untyped_storage().data_ptr()
-                names[module] = [name for name, slot in slots.items() if slot.untyped_storage().data_ptr() == own]
-        return names
-
     def checkpoint_slots(self) -> dict[str, Tensor]:
         """Return where the tensors of a Hugging Face checkpoint go: name, and the view of a parameter to copy it
         into."""
+        names = self.config.names
         slots: dict[str, Tensor] = {EMBEDDING: self.embedding, "model.norm.weight": self.norm.weight}
         if not self.config.tie_word_embeddings:
             slots[LM_HEAD] = self.lm_head.weight
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
-            own = layer_slots(layer, self.config.names)
+            attention, mlp = layer.attention, layer.mlp
+            norms = (layer.input_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm)
+            weights = [norm.weight for norm in norms if not isinstance(norm, nn.Identity)]
+            query_key_value = attention.sizes if len(names.qkv) == 3 else (sum(attention.sizes),)
+            gate_up = (mlp.size, mlp.size) if len(names.gate_up) == 2 else (2 * mlp.size,)
+            own = {
+                **{f"{name}.weight": weight for name, weight in zip(names.norms, weights, strict=True)},
+                **_linear_slots(attention.qkv_proj, dict(zip(names.qkv, query_key_value, strict=True))),
+                **_linear_slots(attention.o_proj, {names.output: attention.o_proj.weight.shape[0]}),
+                **_linear_slots(mlp.gate_up_proj, dict(zip(names.gate_up, gate_up, strict=True))),
+                **_linear_slots(mlp.down_proj, {names.down: mlp.down_proj.weight.shape[0]}),
+            }
+            if attention.qk_norm is not None:
+                weight = attention.qk_norm.weight  # where heads have one each, copying broadcasts the checkpoint's row
+                each = 1 if weight.ndim == 2 else attention.head_dim
+                query, key = weight.split((attention.num_heads * each, attention.num_kv_heads * each))
+                own |= {"self_attn.q_norm.weight": query, "self_attn.k_norm.weight": key}
             slots |= {f"model.layers.{index}.{name}": slot for name, slot in own.items()}
         return slots
-
-
-def layer_slots(layer: DecoderLayer, names: TensorNames) -> dict[str, Tensor]:
-    """Return where a layer's tensors go, by their names within the layer."""
-    attention, mlp = layer.attention, layer.mlp
-    norms = (layer.input_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm)
-    weights = [norm.weight for norm in norms if not isinstance(norm, nn.Identity)]
-    query_key_value = attention.sizes if len(names.qkv) == 3 else (sum(attention.sizes),)
-    gate_up = (mlp.size, mlp.size) if len(names.gate_up) == 2 else (2 * mlp.size,)
-    slots = {
-        **{f"{name}.weight": weight for name, weight in zip(names.norms, weights, strict=True)},
-        **_linear_slots(attention.qkv_proj, dict(zip(names.qkv, query_key_value, strict=True))),
-        **_linear_slots(attention.o_proj, {names.output: attention.o_proj.weight.shape[0]}),
-        **_linear_slots(mlp.gate_up_proj, dict(zip(names.gate_up, gate_up, strict=True))),
-        **_linear_slots(mlp.down_proj, {names.down: mlp.down_proj.weight.shape[0]}),
-    }
-    if attention.qk_norm is not None:  # of one for each head, the checkpoint has a row for all: copying broadcasts it
-        weight = attention.qk_norm.weight
-        each = 1 if weight.ndim == 2 else attention.head_dim
-        query, key = weight.split((attention.num_heads * each, attention.num_kv_heads * each))
-        slots |= {"self_attn.q_norm.weight": query, "self_attn.k_norm.weight": key}
-    return slots
 
 
 def _linear_slots(linear: Matrix, num_rows: dict[str, int]) -> dict[str, Tensor]:

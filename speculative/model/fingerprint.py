@@ -57,8 +57,8 @@ def model_fingerprint(folder: Path, config: Eagle3Config | None = None, *, weigh
         # Beside it, and then renamed: another replica never reads half a file.
         descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=CACHE_FILE)
         try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(json.dumps({"key": key, "fingerprint": fingerprint}))
+            with os.fdopen(descriptor, "w", encoding="utf-8") as whole:
+                whole.write(json.dumps({"key": key, "fingerprint": fingerprint}))
             os.chmod(temporary, 0o644)  # mkstemp makes it readable by its owner only
             os.replace(temporary, folder / CACHE_FILE)
         except OSError:

@@ -75,7 +75,32 @@ def resolve_model(name_or_path: str | Path, *others: Path) -> Path:
             f"No model {name!r}: there is no such folder, and it is not among the fetched models in {models_folder()}. "
             "Give a folder, a hub id (org/name) or a name of `truespec model list`."
         )
-    return _from_hub(name)
+    repository, _, revision = name.partition("@")
+    try:
+        folder = Path(
+            snapshot_download(
+                repository, revision=revision or None, allow_patterns=list(TOP_FILES), ignore_patterns=NEVER_READ
+            )
+        )
+        shards = _weight_map(folder).values() if (folder / INDEX_FILE).is_file() else ()
+        lower = [*LOWER_FILES, *(name for name in dict.fromkeys(shards) if "/" in name)]
+        snapshot_download(repository, revision=folder.name, allow_patterns=lower)  # of the commit that was fetched
+    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
+        reason = next(
+            (said for kind, said in _NOT_HAD.items() if isinstance(error, kind)),
+            (str(error).strip() or type(error).__name__).splitlines()[0][:200],
+        )
+        raise ConfigError(
+            f"{name!r} is no folder here and could not be had from the Hugging Face hub ({reason}). "
+            "Without a hub, give a local folder, or a name of `truespec model list`."
+        ) from error
+    lacking = [what for what in ("config.json", "*.safetensors") if not any(folder.rglob(what))]
+    if lacking:
+        raise ConfigError(
+            f"{name} has no {' and no '.join(lacking)} on the hub; GGUF files and pickled weights are not read: give "
+            "the checkpoint in safetensors."
+        )
+    return folder
 
 
 def load_decoder(
@@ -261,35 +286,6 @@ def _fill(path: Path, name: str, slot: Tensor, tensor: Tensor) -> None:
             f"{path}: tensor {name} is {tensor.dtype}: of quantized weights, FP8 alone is read, on a GPU; {_OTHERS}."
         )
     slot.copy_(tensor)
-
-
-def _from_hub(hub_id: str) -> Path:
-    repository, _, revision = hub_id.partition("@")
-    try:
-        folder = Path(
-            snapshot_download(
-                repository, revision=revision or None, allow_patterns=list(TOP_FILES), ignore_patterns=NEVER_READ
-            )
-        )
-        shards = _weight_map(folder).values() if (folder / INDEX_FILE).is_file() else ()
-        lower = [*LOWER_FILES, *(name for name in dict.fromkeys(shards) if "/" in name)]
-        snapshot_download(repository, revision=folder.name, allow_patterns=lower)  # of the commit that was fetched
-    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
-        reason = next(
-            (said for kind, said in _NOT_HAD.items() if isinstance(error, kind)),
-            (str(error).strip() or type(error).__name__).splitlines()[0][:200],
-        )
-        raise ConfigError(
-            f"{hub_id!r} is no folder here and could not be had from the Hugging Face hub ({reason}). "
-            "Without a hub, give a local folder, or a name of `truespec model list`."
-        ) from error
-    lacking = [what for what in ("config.json", "*.safetensors") if not any(folder.rglob(what))]
-    if lacking:
-        raise ConfigError(
-            f"{hub_id} has no {' and no '.join(lacking)} on the hub; GGUF files and pickled weights are not read: give "
-            "the checkpoint in safetensors."
-        )
-    return folder
 
 
 def _listed(names: list[str]) -> str:

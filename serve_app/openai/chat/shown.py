@@ -8,7 +8,7 @@ everything, which is seen by the outcome: the conversation is rendered once more
 import itertools
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,7 +87,23 @@ def prompt_text(tokenizer: Tokenizer, chat: ChatPrompt, variables: Mapping[str, 
         raise refused
     for name, fix in best.missing[:1]:
         raise UnsupportedParameter(name, f"{name}: {_NOT_SHOWN}. {fix}")
-    _check_order(chat.messages, best.text)
+    # Results in another order than their calls are refused, where the prompt does not name the calls.
+    ids: list[str | None] = []
+    last = -1
+    for number, message in enumerate(chat.messages):
+        if message["role"] != "tool":
+            ids, last = [call.get("id") for call in message.get("tool_calls", ())], -1
+            continue
+        call_id = message.get("tool_call_id")
+        if call_id not in ids:
+            continue
+        place = ids.index(call_id)
+        if place < last and str(call_id) not in best.text:
+            name = f"messages.{number}.tool_call_id"
+            raise UnsupportedParameter(
+                name, f"{name}: {_NOT_SHOWN}, so that results must come in the order of their calls. Reorder them."
+            )
+        last = max(last, place)
     return best.text
 
 
@@ -183,23 +199,3 @@ def _marked_tool(tool: Mapping[str, Any], path: str, marks: _Marks) -> dict[str,
         properties = {**parameters["properties"], mark: {"type": "string", "description": "text"}}
         function["parameters"] = {**parameters, "properties": properties}
     return {**tool, "function": function}
-
-
-def _check_order(messages: Sequence[Mapping[str, Any]], text: str) -> None:
-    """Refuse results in another order than their calls, where the prompt does not name the calls."""
-    ids: list[str | None] = []
-    last = -1
-    for number, message in enumerate(messages):
-        if message["role"] != "tool":
-            ids, last = [call.get("id") for call in message.get("tool_calls", ())], -1
-            continue
-        call_id = message.get("tool_call_id")
-        if call_id not in ids:
-            continue
-        place = ids.index(call_id)
-        if place < last and str(call_id) not in text:
-            name = f"messages.{number}.tool_call_id"
-            raise UnsupportedParameter(
-                name, f"{name}: {_NOT_SHOWN}, so that results must come in the order of their calls. Reorder them."
-            )
-        last = max(last, place)

@@ -147,14 +147,6 @@ class Tolerance:
         return {"format": FORMAT, **dataclasses.asdict(self)}
 
 
-def coarser_of(served: Numerics, replayed: Numerics) -> str:
-    """The precision by which a pair's tolerance goes; both say what theirs is."""
-    precisions = [served.precision, replayed.precision]
-    if served.weights != replayed.weights and served.weights and replayed.weights:
-        precisions.append("bfloat16")
-    return max(precisions, key=PRECISIONS.index)
-
-
 class ServiceTolerances:
     """A service's: by the pair's precisions, as its replicas report them, and by what its configuration sets.
 
@@ -185,7 +177,10 @@ class ServiceTolerances:
         served, replayed = (
             one if one.precision else dataclasses.replace(one, precision=self._configured) for one in (served, replayed)
         )
-        coarser = coarser_of(served, replayed)
+        precisions = [served.precision, replayed.precision]
+        if served.weights != replayed.weights and served.weights and replayed.weights:
+            precisions.append("bfloat16")
+        coarser = max(precisions, key=PRECISIONS.index)
         own = Tolerance.between_equals(coarser)
         alike = served == replayed and (served.repeats or ROUNDINGS[coarser].between_batches)
         found = own if alike else Tolerance.against_float32(coarser)

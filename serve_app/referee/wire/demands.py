@@ -157,7 +157,20 @@ class Demands:
         whole = said.ended and said.stop is None and not by_token
         if self.structure is None:
             return self._broken_calls(said, whole)
-        return self._broken_structure(said, whole, *self.structure)
+        kind, text = self.structure
+        if choice.calls or (not self.is_strict and (self.body.get("tools") or choice.called)):
+            return ""
+        form: str | None = choice.text
+        if choice.reasoning or said.made.mark:
+            form = said.behind_reasoning()
+            if form is None or form != choice.text.strip():  # a parser split it elsewhere
+                return ""
+            if not form and whole:
+                return "it ended before its reasoning did"
+            text = json.dumps([one.strip() for one in json.loads(text)]) if kind == "choice" else text
+        elif said.made.loses_text and choice.text.strip() not in said.spelt(said.spelling):
+            return ""
+        return breaks_structure(kind, text, form or "", whole=whole)
 
     def _holds_stop(self, said: "_Said") -> str:
         least = self.body.get("min_tokens") or 0  # before whose end no stop string counts
@@ -213,22 +226,6 @@ class Demands:
         if body.get("prompt_logprobs") is not None and choice.index == 0 and not choice.prompt_logprobs:
             return "it has no logprobs of its prompt, which were asked for"
         return ""
-
-    def _broken_structure(self, said: "_Said", whole: bool, kind: str, text: str) -> str:
-        choice = said.choice
-        if choice.calls or (not self.is_strict and (self.body.get("tools") or choice.called)):
-            return ""
-        form: str | None = choice.text
-        if choice.reasoning or said.made.mark:
-            form = said.behind_reasoning()
-            if form is None or form != choice.text.strip():  # a parser split it elsewhere
-                return ""
-            if not form and whole:
-                return "it ended before its reasoning did"
-            text = json.dumps([one.strip() for one in json.loads(text)]) if kind == "choice" else text
-        elif said.made.loses_text and choice.text.strip() not in said.spelt(said.spelling):
-            return ""
-        return breaks_structure(kind, text, form or "", whole=whole)
 
     def _broken_calls(self, said: "_Said", whole: bool) -> str:
         """Say what is wrong with calls that had to be made; of an answer that was cut off, the last may be, too."""
