@@ -25,8 +25,8 @@ class NamedStep:
     def draft(self, batch: Batch) -> str:
         return "drafts"
 
-    def verify(self, batch: Batch, drafts: str) -> StepOutcome:
-        assert drafts == "drafts"
+    def verify(self, batch: Batch, drafts: str, beside: Entries[Entry] = ()) -> StepOutcome:
+        assert drafts == "drafts" and not set(map(number, beside)) & set(map(number, batch.entries))
         numbers = [number(entry) for entry in batch.entries]
         self.batches.append(numbers)
         return StepOutcome(tuple(SequenceResult((one,)) for one in numbers), expected_accepted=len(numbers))
