@@ -60,7 +60,7 @@ def keep_triton_kernels() -> Path | None:
         if not os.access(folder, os.W_OK):
             raise PermissionError(f"{folder} is read-only")
     except OSError as error:
-        _log.warning("The GPU kernels cannot be kept in %s (%s): each start compiles them anew.", folder, error)
+        _log.warning("The GPU kernels cannot be kept in %s (%s): each start compiles them again.", folder, error)
         return None
     os.environ["TRITON_CACHE_DIR"] = str(folder)
     return folder

@@ -26,4 +26,4 @@ def test_a_cache_that_cannot_be_written_to_is_left_alone(
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.setenv("TRUESPEC_CACHE", str(tmp_path / "cache"))
     assert keep_triton_kernels() is None
-    assert "each start compiles them anew" in caplog.text
+    assert "each start compiles them again" in caplog.text
