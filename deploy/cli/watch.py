@@ -135,7 +135,7 @@ def _referee_options(options: dict[str, Any], **own: Any) -> tuple[Any, Any]:
     if options["tolerance"] is not None and options["precision"] is not None:
         raise ConfigError("--precision and --tolerance contradict each other; leave --precision out.")
     if options["tolerance"] is not None:
-        tolerance = Tolerance.read(options["tolerance"])
+        tolerance = Tolerance.read(options["tolerance"], "--tolerance")
     else:
         precisions = options["precision"] or "bfloat16", options.get("dtype", "float32")
         tolerance = Tolerance.against_float32(max(precisions, key=PRECISIONS.index))

@@ -109,9 +109,9 @@ class Tolerance:
         return ShiftTest(self.edge_nats, self.shift_nats, delta)
 
     @classmethod
-    def read(cls, path: Path) -> "Tolerance":
-        """Return what `truespec watch calibrate` wrote. Raises ConfigError: the file cannot be read, or holds something
-        else."""
+    def read(cls, path: Path, setting: str) -> "Tolerance":
+        """Return what `truespec watch calibrate` wrote; `setting` names the file. Raises ConfigError: it cannot be
+        read, or holds something else."""
         try:
             wire = json.loads(path.read_text(encoding="utf-8"))
             if wire["format"] != FORMAT:
@@ -126,7 +126,8 @@ class Tolerance:
                 measured=dict(wire["measured"]),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path} holds no tolerance ({error}); `truespec watch calibrate` writes one.") from error
+            why = f"{setting} {path} holds no tolerance ({error}); `truespec watch calibrate` writes one."
+            raise ConfigError(why) from error
 
     def facts(self) -> dict[str, str]:
         """Return what is no fault, by name, in words."""
@@ -159,7 +160,9 @@ class ServiceTolerances:
     def __init__(self, config: AppConfig) -> None:
         self._replay = replay = config.replay
         self._configured = precision_of(config.engine.dtype, config.engine.quantization)
-        self._measured = None if replay.tolerance is None else Tolerance.read(Path(replay.tolerance))
+        self._measured = (
+            None if replay.tolerance is None else Tolerance.read(Path(replay.tolerance), "replay.tolerance:")
+        )
         on_gpu = any(config.pool(name).num_gpus for name in config.pool_names)
         self._assumes = on_gpu and self._measured is None and replay.max_tme is None and replay.edge_nats is None
         self._known: dict[tuple[Numerics, Numerics], Tolerance] = {}

@@ -121,7 +121,7 @@ def test_logprobs_after_the_temperature_are_known_from_those_before(
     assert found.processed is processed
     kept = tmp_path / "tolerance.json"
     kept.write_text(json.dumps(found.to_wire()))
-    assert Tolerance.read(kept) == found
+    assert Tolerance.read(kept, "--tolerance") == found
 
 
 @pytest.mark.parametrize(

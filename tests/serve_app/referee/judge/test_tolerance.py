@@ -48,7 +48,7 @@ def test_on_a_gpu_rounding_is_assumed_until_it_is_set_or_measured(tmp_path: Path
     assert found.between(own, own) == measured and found.between(exact, exact) != measured
     repeats = replace(own, repeats=True)
     assert found.between(repeats, repeats) == Tolerance.between_equals("bfloat16"), "which makes the same error"
-    with pytest.raises(ConfigError, match="holds no tolerance"):
+    with pytest.raises(ConfigError, match=r"replay\.tolerance: \S+none\.json holds no tolerance"):
         tolerances(replay={"tolerance": str(tmp_path / "none.json")})
 
 
