@@ -53,7 +53,7 @@ _TIMED_OUT = (124, 137)  # of `timeout`: interrupted, and killed
 
 
 Stages = dict[str, tuple[int, tuple[str, ...]]]
-"""By name, the seconds that a command may take, and the command."""
+"""Names with the seconds that a command may take, and the command."""
 
 
 def calls(folder: Path, *, rehearses: bool = False) -> tuple[Stages, ...]:

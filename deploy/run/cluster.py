@@ -28,7 +28,7 @@ from deploy.run.processes import process_tree
 from serve_app.app import build
 from serve_app.config.base import POOL_OF_DEPLOYMENT
 from serve_app.config.serve_file import HttpOptions, ServeFile
-from serve_app.deployments.runtime import starts_told
+from serve_app.deployments.runtime import kept_starts
 from serve_app.http.slow_clients import PROXY_CALLBACK
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import ConfigError, TruespecError
@@ -299,7 +299,7 @@ def _start_serve(file: ServeFile, *, joined: bool, progress: Progress) -> HttpOp
 def _wait_until_running(name: str, progress: Progress) -> None:
     """Wait for every replica. What Serve says of one that is slow, or does not start, is passed on once; it tries that
     one again without end where another of its pool has started."""
-    reported, told = "", dict[str, str]()
+    reported, shown = "", dict[str, str]()
     while True:
         application = serve.status().applications[name]
         lines = [status.message.strip() for status in application.deployments.values() if status.message.strip()]
@@ -313,10 +313,10 @@ def _wait_until_running(name: str, progress: Progress) -> None:
         if said and said != reported:
             reported = said
             progress(f"waiting: {said}")
-        for replica, line in sorted((starts := starts_told(name)).items()):
-            if line != told.get(replica):
+        for replica, line in sorted((starts := kept_starts(name)).items()):
+            if line != shown.get(replica):
                 progress(f"{replica}: {line}")
-        told = starts
+        shown = starts
         time.sleep(_LOOK_EVERY_S)
 
 

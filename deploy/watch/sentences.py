@@ -55,7 +55,7 @@ def shortcomings(report: Report) -> dict[str, str]:
     found: dict[str, str] = {}
     answers, requests = report["answers"], report["requests"]
     if report["findings"]:
-        # Of the first finding; if its stratum is one of several that show it, that of all tokens.
+        # The first finding; where several strata show it, the one of all tokens.
         alarms = report["findings"]
         first = next(
             (one for one in alarms if (one["alarm"], one["stratum"]) == (alarms[0]["alarm"], "all")), alarms[0]

@@ -33,7 +33,7 @@ from serve_app.config.app_config import AppConfig
 from serve_app.config.base import PoolName
 from serve_app.deployments.gpus import given_device
 from serve_app.deployments.rank_nodes import RankNodes
-from serve_app.deployments.runtime import REPORT_EVERY_S, ReplicaRuntime, Reporter, naming_node, telling_start
+from serve_app.deployments.runtime import REPORT_EVERY_S, ReplicaRuntime, Reporter, keeping_start, naming_node
 from serve_app.guard.breaker import Breaker
 from serve_app.guard.breaker_control import BreakerController
 from serve_app.guard.canary import Canary
@@ -114,7 +114,7 @@ class EngineHost:
         if config.ranks.by_ray:
             self._rank_nodes = RankNodes()
             os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # else vLLM's process starts a cluster
-        with naming_node(), telling_start(runtime.app_name, runtime.name):
+        with naming_node(), keeping_start(runtime.app_name, runtime.name):
             info = await self.backend.start()
         self._build = {
             "version": version_of("truespec"),

@@ -136,29 +136,29 @@ def observe(config: AppConfig, role: str, replica: str) -> Tracing:
 
 
 @contextlib.contextmanager
-def telling_start(app_name: str, replica: str) -> Iterator[None]:
-    """Keep in Ray what an engine says last of its start, while it lasts, for `starts_told`; it goes on without, too."""
-    told, handler, key = logging.getLogger("truespec.start"), logging.Handler(), f"{_STARTS}{app_name}/{replica}"
+def keeping_start(app_name: str, replica: str) -> Iterator[None]:
+    """Keep in Ray what an engine says last of its start, while it lasts, for `kept_starts`; it goes on without, too."""
+    log, handler, key = logging.getLogger("truespec.start"), logging.Handler(), f"{_STARTS}{app_name}/{replica}"
 
     def keep(record: logging.LogRecord) -> None:
         with contextlib.suppress(Exception):
             _internal_kv_put(key, record.getMessage())
 
     handler.emit = keep  # type: ignore[method-assign]
-    told.addHandler(handler)
+    log.addHandler(handler)
     try:
         yield
     finally:
-        told.removeHandler(handler)
+        log.removeHandler(handler)
         with contextlib.suppress(Exception):
             _internal_kv_del(key)
 
 
-def starts_told(app_name: str) -> dict[str, str]:
+def kept_starts(app_name: str) -> dict[str, str]:
     """Return what the engines of an application that start now said last, by replica."""
     place = f"{_STARTS}{app_name}/"
-    told = {key.decode(): _internal_kv_get(key) for key in _internal_kv_list(place)}
-    return {key.removeprefix(place): said.decode() for key, said in told.items() if said is not None}
+    kept = {key.decode(): _internal_kv_get(key) for key in _internal_kv_list(place)}
+    return {key.removeprefix(place): said.decode() for key, said in kept.items() if said is not None}
 
 
 @contextlib.contextmanager

@@ -139,6 +139,6 @@ def cache_tokens(config: EngineConfig, decoder: Decoder, draft_model: DraftModel
 
 
 def _activation_bytes(model: ModelConfig, num_rows: int, itemsize: int) -> int:
-    """Of one layer; some that are not of Llama's shape compute in float32."""
+    """Estimate one layer's activations; some models that are not of Llama's shape compute in float32."""
     widest = max(model.intermediate_size * 3, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * 3)
     return num_rows * (widest + 8 * model.hidden_size) * (itemsize if model.has_llama_shape else 4)

@@ -1,4 +1,4 @@
-"""What Triton needs of a machine: a compiler and headers, a GPU that its kernels fit, a folder for what it compiles."""
+"""Requirements of Triton: a compiler and headers, a GPU that its kernels fit, a folder for what it compiles."""
 
 import importlib.util
 import logging

@@ -30,8 +30,8 @@ def _scale_of(amax):
 
 @triton.jit
 def _once_rounded(scaled):
-    """Of float32, with its sign, exponent and ten bits, the last of which is set if any behind it is: FP8 has as much
-    to round, and compute capability 8.9, which makes FP8 by way of float16, rounds once."""
+    """Cut float32 to its sign, exponent and ten bits, the last of which is set if any behind it is: FP8 has as much to
+    round, and compute capability 8.9, which makes FP8 by way of float16, rounds once."""
     bits = scaled.to(tl.int32, bitcast=True)
     return (bits & -8192 | ((bits & 8191) != 0).to(tl.int32) << 13).to(tl.float32, bitcast=True)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from speculative.errors import ConfigError
 
 Networks = Mapping[str, nn.Module]
-"""What an engine computes with: its target, and its drafter where that has weights."""
+"""The models that an engine computes with: its target, and its drafter where that has weights."""
 
 _GIB = 2**30
 _CGROUP = Path("/sys/fs/cgroup")

@@ -103,7 +103,7 @@ class DynamicLength(DraftLength):
     def restart(self, expected: ExpectedRates | None = None) -> None:
         """Implement `DraftLength.restart`."""
         self._expected_rates = self._expected_rates if expected is None else expected
-        # Of sampled drafts and of greedy requests' ones, which differ.
+        # Those of sampled drafts and those of greedy requests' ones, which differ.
         self._rates = [AcceptanceRates(self._most, keep=0.998, expected=rates) for rates in self._expected_rates]
         # The share made of the drafts that were asked for: where nothing repeats, a lookup finds none.
         self._made = AcceptanceRates(self._most, keep=0.998, expected=(1.0,) * self._most)
@@ -170,7 +170,7 @@ class DynamicLength(DraftLength):
     def _try(self) -> None:
         """Every length in turn, the longest first: behind a step without drafts a drafter has more to catch up with.
         Then rows without a model's drafts, as many as a passage may have. Then the same for half of the sequences,
-        which tells rows from the drafter's passes."""
+        which separates the cost of rows from that of the drafter's passes."""
         turn, trial = divmod(self._num_trials, self._most + 1 + self._passages.num_trials)
         self._num_trials += 1
         length = max(0, self._most - trial)

@@ -20,7 +20,7 @@ from speculative.errors import ConfigError
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    """What Ray keeps for everybody in it."""
+    """The entries of Ray's key-value store, which is a dictionary here."""
     kept: dict[str, bytes] = {}
     for call, does in {
         "put": lambda key, value: kept.update({key: value.encode()}), "get": lambda key: kept[key.decode()],
@@ -81,9 +81,9 @@ def test_replicas_that_are_slow_to_start_are_no_failure_in_what_is_said(monkeypa
 def test_what_engines_say_of_their_start_is_passed_on(kept: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     kept["truespec/starts/another/r"] = b"captured"
     said, starts = ["captured 1", "captured 2"], logging.getLogger("truespec.start")
-    with runtime.telling_start("truespec", "r"), runtime.telling_start("truespec", "s"):
-        told = waited_for(["1", "2", "3"], monkeypatch, lambda: said and starts.warning(said.pop(0)))
-        assert [line for line in told if "captured" in line] == [f"{r}: captured {n}" for n in (1, 2) for r in "rs"]
+    with runtime.keeping_start("truespec", "r"), runtime.keeping_start("truespec", "s"):
+        reported = waited_for(["1", "2", "3"], monkeypatch, lambda: said and starts.warning(said.pop(0)))
+        assert [line for line in reported if "captured" in line] == [f"{r}: captured {n}" for n in (1, 2) for r in "rs"]
     starts.warning("captured later")
     assert len(kept) == 1, "nothing is left of starts that are over"
 

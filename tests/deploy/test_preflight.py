@@ -196,12 +196,12 @@ def test_parts_of_gpus_are_added_up(
 
 
 def test_weights_must_fit_into_the_part_of_a_gpu_that_each_replica_would_have(models: Mapping[str, str]) -> None:
-    """Also where parts are what the same check tells to set: so nothing else is refused afterwards."""
-    for part, told in ((0.5, ()), (1, ("pools.prefill.num_gpus",))):
+    """The parts are set, or the same check asks for them: nothing else is refused once they are set."""
+    for part, missing in ((0.5, ()), (1, ("pools.prefill.num_gpus",))):
         pools = {"prefill": {"num_gpus": part}, "decode": {"num_gpus": part}}
         asked = config(models, topology="disaggregated", pools=pools, engine={"kv_cache_tokens": 1024})
         found = faults(asked, Machine(2, GIB, (600_000,)))  # more than the weights, and half of it is less
-        assert [re.search(r"args\.([\w.]+)", one)[1] for one in found] == [*told, "model.source"], found
+        assert [re.search(r"args\.([\w.]+)", one)[1] for one in found] == [*missing, "model.source"], found
         assert "on each of 1 replicas, and 0.5 of one GPU has 0.0 GiB; take a smaller model" in found[-1]
 
 

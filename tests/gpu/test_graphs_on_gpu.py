@@ -94,7 +94,7 @@ LATE = LONG | {"dtype": "bfloat16"}
 def test_replayed_steps_give_the_bits_of_eager_ones(
     cuda: torch.device, gpu_folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, changes: dict[str, Any]
 ) -> None:
-    """Of prompts that come together; of late ones beside long contexts, in FP8, too."""
+    """Prompts come together, or late beside long contexts, in FP8, too."""
     if "quantization" in changes and (why := FORMAT.why_not(cuda, "bfloat16", None)):
         pytest.skip(why)
 

@@ -160,7 +160,7 @@ def test_acceptance_by_promql_is_the_engines_own(watched: Watched) -> None:
     length = f"1 + sum(truespec_accepted_tokens_per_position_total{selector}) / sum(truespec_drafts_total{selector})"
     wait_until(length, metrics["mean_accepted_length"])
     delivered = sum(usage["completion_tokens_details"]["accepted_prediction_tokens"] for usage in usages)
-    # What was accepted behind the last token of a request is counted, and not delivered.
+    # Drafts that were accepted behind the last token of a request are counted, and not delivered.
     assert 0 < delivered <= metrics["accepted_tokens"] <= delivered + 4 * len(usages)
 
 

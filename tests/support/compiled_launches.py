@@ -1,7 +1,7 @@
 """Whole engines on a pretended GPU, all of whose launches compile the kernel for GPUs of several kinds, and end there.
 
 What is compiled is what the product's launchers launch, with their own arguments, options and constants. Run as a
-program it is told as JSON the engines, each by its model's folder and its settings, the compute capabilities, and
+program it takes as JSON the engines, each by its model's folder and its settings, the compute capabilities, and
 options of kernels to put in the place of the product's. It prints how often each kernel was launched, those that read
 drafts' probabilities by the kind of these: `NAME of KIND`; and by kernel and compute capability, `NAME 90`, the most
 bytes of shared memory, registers and spilled bytes.

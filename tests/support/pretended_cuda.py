@@ -769,7 +769,7 @@ class _LayerOps:
 def _check_fp8_product(
     rows: Tensor, weight: Tensor, of_rows: Tensor, of_weight: Tensor, bias: Any = None, out_dtype: Any = None
 ) -> None:
-    """What torch 2.9 to 2.13 asks of scales by row on CUDA, and does not on a CPU."""
+    """Check what torch 2.9 to 2.13 requires of scales by row on CUDA, and not on a CPU."""
     del bias
     assert out_dtype == torch.bfloat16, "FP8 products give bfloat16"
     assert rows.dtype == weight.dtype == torch.float8_e4m3fn and of_rows.dtype == of_weight.dtype == torch.float32

@@ -1,5 +1,6 @@
-"""What HTTP takes of an engine's process, beside a *recorded engine*: its steps give each request the next token of a
-text, and release the interpreter for 7 ms. `python -m tests.support.served_steps PAGE` measures, and writes it.
+"""The time that HTTP takes of an engine's process, beside a *recorded engine*: its steps give each request the next
+token of a text, and release the interpreter for 7 ms. `python -m tests.support.served_steps PAGE` measures and writes
+it.
 """
 
 import asyncio

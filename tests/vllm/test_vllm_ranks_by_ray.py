@@ -64,8 +64,8 @@ class Service:
         return sorted(names[one["node_id"]] for one in ranks)
 
 
-def told(folder: Path) -> dict[str, Any]:
-    """What the service is told."""
+def configuration(folder: Path) -> dict[str, Any]:
+    """The service's arguments."""
     return {
         "model": {"source": str(folder), "name": MODEL},
         "engine": {
@@ -95,7 +95,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         labels = [{"node": name, "has": "gpu"} for name in "abc"]
         kill = {one["node"]: stack.enter_context(ray_node(head, 1, one, num_gpus=1)) for one in labels}
         url = f"http://127.0.0.1:{port}"
-        shown, started = stack.enter_context(head.serving(folder, url, "ranks", told(model)))
+        shown, started = stack.enter_context(head.serving(folder, url, "ranks", configuration(model)))
         assert started.poll() is None, shown()
         yield Service(head, url, kill)
 

@@ -71,7 +71,7 @@ async def test_a_choice_that_meets_its_stop_string_is_aborted_alone(tokenizer: T
     )
     metrics = Metrics(sink := PrometheusSink(), model_name="m", pool="monolith")
     reply = await reply_to(front_end(observed(source, metrics), tokenizer), completion(stop="!", n=2))
-    assert counts_by(sink, "requests", "outcome") == {"stop": 1, "length": 1}, "as the client is told"
+    assert counts_by(sink, "requests", "outcome") == {"stop": 1, "length": 1}, "as in the reply"
     assert [choice["text"] for choice in reply["choices"]] == ["x", "moreend"]
     assert [choice["finish_reason"] for choice in reply["choices"]] == ["stop", "length"]
     assert source.aborted == [source.requests[0].request_id]

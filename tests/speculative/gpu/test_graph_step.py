@@ -92,8 +92,8 @@ def poison(engine: EngineCore) -> None:
 def test_graphs_emit_what_the_plain_path_emits(
     target: Path, drafters: dict[str, DrafterConfig], name: str, limit: str, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests that no graph can hold, too: of a parameter that nobody told captured steps of, and of more edits than
-    they take."""
+    """Requests that no graph can hold are among them: with a parameter that captured steps do not know, and with more
+    edits than they take."""
     changes: dict[str, Any] = {"drafter": drafters[name], "self_check_sample_rate": 1.0, "max_num_seqs": 12}
     params = PLAIN if value is MAX_CELLS else [*MIXED, *EDITED[:4]]
     monkeypatch.setattr(f"speculative.gpu.logit_edits.{limit}", value)

@@ -1,4 +1,4 @@
-"""What the launchers launch, compiled for GPUs of several kinds without one."""
+"""Kernels as the launchers launch them, compiled for GPUs of several kinds without one."""
 
 import json
 import os
@@ -33,7 +33,7 @@ Engine = tuple[str, dict[str, Any], dict[str, Any]]
 
 @pytest.fixture
 def engines(tmp_path: Path) -> list[Engine]:
-    """By model's folder, drafter and settings; its attention's heads are those of models that people serve."""
+    """The model's folder, drafter and settings of each; the attention's heads are those of models that people serve."""
     target = write_tiny_model(tmp_path / "model", vocab_size=64, **HEADS)
     models = {"ngram": None, "draft_model": str(target), "eagle3": str(write_tiny_head(tmp_path / "head", target))}
     drafters = [{"kind": kind, "model": model, "num_draft_tokens": 4} for kind, model in models.items()]  # wide tiles
@@ -43,7 +43,7 @@ def engines(tmp_path: Path) -> list[Engine]:
 def compiled(
     engines: list[Engine], capabilities: tuple[int, ...], folder: Path, **faults: dict[str, int]
 ) -> tuple[dict[str, int], dict[str, list[int]]]:
-    """What `tests.support.compiled_launches` prints, and keeps in a folder."""
+    """Return the launches and sizes that `tests.support.compiled_launches` prints; `folder` keeps what it compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-m", "tests.support.compiled_launches", *map(json.dumps, (engines, capabilities, faults))],

@@ -1,4 +1,4 @@
-"""What steps may take of a GPU's memory, and what is left for the cache."""
+"""The part of a GPU's memory that steps may take, and the rest, which is the cache's."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -34,8 +34,8 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made_up_card(monkeypatch: pytest.MonkeyPatch, free: int | Callable[[], int], total: int, reserved: int) -> None:
-    """What CUDA says of a card, of which this process has reserved some."""
-    kept = [GIB]  # by the allocator, until it is told to give it back
+    """Replace CUDA's figures of a card, of which this process has reserved some."""
+    kept = [GIB]  # by the allocator, until `empty_cache`
     monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: reserved)
     monkeypatch.setattr(
@@ -140,7 +140,7 @@ def bytes_of_an_engine(share: float, others: int, monkeypatch: pytest.MonkeyPatc
 def test_engines_on_parts_of_a_card_leave_each_other_theirs(
     parts: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether one measures before the other has begun, has its cache, or is done; and they use what they have."""
+    """One measures before the other has begun, has its cache, or is done; and they use what they have."""
     begun = OF_CUDA + WEIGHTS
     first, second = (bytes_of_an_engine(part, begun, monkeypatch) for part in parts)
     assert bytes_of_an_engine(parts[0], 0, monkeypatch) == first

@@ -44,8 +44,8 @@ class Scene:
     def attend(
         self, chunks: dict[int, tuple[int, int]], attend: AttendPacked, rule: ScoreRule = PLAIN, spare: int = 0
     ) -> Tensor:
-        """Of each named sequence (positions before, rows), with `spare` rows and blocks of nobody in front. The cache
-        lies further apart than its heads are wide."""
+        """Compute each named sequence (positions before, rows), with `spare` rows and blocks of nobody in front. The
+        cache lies further apart than its heads are wide."""
         num_heads, num_kv_heads, head_dim = self.heads
         cache = KVCache(KVShape(1, num_kv_heads, head_dim), NUM_BLOCKS * BLOCK_SIZE, dtype=self.dtype, device=CPU)
         cache.data.fill_(torch.nan)
@@ -91,7 +91,7 @@ def test_every_row_sees_its_own_past_and_nothing_else(
 
 @needs_triton
 def test_few_programs_find_nothing_to_do(triton: AttendPacked) -> None:
-    """Of a chunk of 2,048 rows of one prompt beside 15 sequences without rows, for a head of four queries."""
+    """A chunk of 2,048 rows of one prompt beside 15 sequences without rows, for a head of four queries."""
     from speculative.gpu.triton_prompts import most_tiles
 
     assert most_tiles(4 * 2048, 16, 128) == 64 + 15

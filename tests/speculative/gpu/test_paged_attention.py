@@ -133,7 +133,7 @@ def test_packed_rows_get_the_bits_that_each_sequence_gets_alone(attend: AttendPa
 
 
 def test_programs_are_few_where_one_sequence_of_many_has_several_rows() -> None:
-    """Of an 8B model with rounds of five rows: none is wide where nobody drafts, and few where one of 64 does."""
+    """An 8B model with rounds of five rows: none is wide where nobody drafts, and few where one of 64 does."""
     from speculative.gpu.triton_attention import rows_of_program, tiles_of
 
     narrow, wide = rows_of_program(4, 128), rows_of_program(5 * 4, 128)

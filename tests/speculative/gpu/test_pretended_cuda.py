@@ -107,7 +107,7 @@ def load(target: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 def on_both(
     scene: Scene, load: Load, *, capture_beforehand: bool = False, by_the_clock: bool = False
 ) -> tuple[dict[str, Answer], dict[str, Answer]]:
-    """What a scene gives on the pretended device, and on the CPU; it is the same evidence, but by_the_clock."""
+    """Run a scene on the pretended device, and on the CPU, with the same evidence, but by_the_clock."""
     made: dict[str, list[EngineCore]] = {"cpu": [], "cuda": []}
 
     def load_on(place: str, **changes: Any) -> EngineCore:

@@ -31,7 +31,7 @@ class Scene(Twins):
 
     @torch.inference_mode()
     def assert_same_beside(self, num_decoding: int, lengths: list[int], counts: list[int]) -> None:
-        """Of a step's first sequences, which decode, and its others, which are prompts."""
+        """Compare a step's first sequences, which decode, and its others, which are prompts."""
         step_input = input_of(lengths, counts, self.block_size, seed=len(counts))
         decodes = np.arange(len(counts)) < num_decoding
         decoding, prompts = step_input.of_sequences(decodes), step_input.of_sequences(~decodes)

@@ -218,7 +218,7 @@ def test_a_miss_of_a_choice_by_noise_is_the_gap_to_the_winner() -> None:
 
 @pytest.mark.parametrize("params", [PLAIN, FILTERED])
 def test_a_vocabulary_comes_to_the_host_only_for_a_draw_that_misses(params: SamplingParams) -> None:
-    """Of 64 tokens and a usual vocabulary it would take longer than to compute them."""
+    """The copy of 64 distributions over a usual vocabulary would take longer than their computation."""
     num_tokens, size, request = 16, 5000, Request("r", (1,), params, 7)
     logits = torch.randn(num_tokens, size, generator=torch.Generator().manual_seed(1)) * 3
     draws = [Draw("bonus", place, 0) for place in range(num_tokens)]
