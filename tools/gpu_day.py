@@ -4,8 +4,8 @@
     python -m tools.gpu_day --prepare
 
 A lent machine may have no more than x86-64, Python 3.12 and `THERE`, no network, and 64 MiB a transfer. `--prepare`,
-elsewhere, packs what the service needs beside these in parts, one for each call before it, and prints the calls. What a
-call says lies in FOLDER/call-NUMBER.log, by default of the folder that the variable OUT names.
+elsewhere, packs what the service needs beside these in parts, one for each call up to its own, and prints the calls. A
+call's log is FOLDER/call-NUMBER.log, by default in the folder that the variable OUT names.
 """
 
 import contextlib

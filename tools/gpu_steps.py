@@ -221,6 +221,7 @@ def attention(shape: str, device: torch.device) -> None:
     for streams, context, queries in ((2, 40, 4),) if shape == "tiny" else cases:
         sizes = AttentionSizes(16, queries, model.max_position_embeddings // 16)
         blocks = torch.arange(streams * -(-context // 16), device=device).view(streams, -1)
+        # Those of several layers, more than the L2 cache holds.
         caches = ones((4, 2, blocks.numel() * 16, model.num_kv_heads, model.head_dim), dtype=torch.bfloat16)
         query = ones((streams * queries, model.num_heads, model.head_dim), dtype=torch.bfloat16)
         visible = torch.full((len(query),), context, device=device)
@@ -230,9 +231,7 @@ def attention(shape: str, device: torch.device) -> None:
             with mock.patch.multiple(triton_attention, **changes):
                 attend = functools.partial(triton_attention.TritonAttend(sizes), query, rows=rows)
                 replay = Capturer(device).capture(functools.partial(_attend_all, attend, caches))
-                took = seconds(replay, device, 1 if shape == "tiny" else 20) / len(
-                    caches
-                )  # more than the L2 cache holds
+                took = seconds(replay, device, 1 if shape == "tiny" else 20) / len(caches)
             click.echo(
                 f"{shape} attention of {streams} x {context}, {queries} rows, {warps} warps, {stages} stages: "
                 f"{took * 1e6:.1f} us a layer, {moved / took / 1e12:.2f} TB/s"

@@ -329,10 +329,8 @@ class ModelDrafter(Drafter):
         section is missing or has another shape."""
         if not _drafts_for(sequence):
             return {}
-        shape, num_computed = self.cache.shape, len(sequence.tokens) - 1
-        wanted: dict[str, tuple[int, ...]] = {
-            "drafter_kv": (num_computed, shape.num_layers, 2, shape.num_kv_heads, shape.head_dim)
-        }
+        num_computed = len(sequence.tokens) - 1
+        wanted: dict[str, tuple[int, ...]] = {"drafter_kv": (num_computed, *self.cache.shape.of_position)}
         if self.capture:
             wanted["drafter_features"] = (min(1, num_computed), self.model.num_features)
         found = {name: tuple(section.shape) for name, section in sections.items()}

@@ -178,9 +178,9 @@ class _Row:
             return one.p, one.p
         if one.near:  # with nothing that is sure, whatever is near may be all there is
             return 0.0, one.mass / (self.sure + one.mass) if self.sure > 0 else 1.0
-        return (
-            (one.mass / (self.sure + self.moving), one.mass / self.sure) if one.mass > 0 and one.p > 0 else (0.0, 0.0)
-        )
+        if not (one.mass > 0 and one.p > 0):
+            return 0.0, 0.0
+        return one.mass / (self.sure + self.moving), one.mass / self.sure
 
 
 def _rows_of(target: Distributions, tokens: Sequence[int], draws: Sequence[Draw], request: Request) -> list[_Row]:
@@ -249,7 +249,8 @@ def _by_residual(row: _Row, draft: Distributions, uniform: float) -> tuple[float
         draft.probs[token],
     ]
     known += [] if edges is None else [edges.near[0, token], edges.moving[0]]
-    total, below, own, q_own, near, moving = (*torch.stack([one.double() for one in known]).tolist(), 0.0, 0.0)[:6]
+    total, below, own, q_own, *of_edges = torch.stack([one.double() for one in known]).tolist()
+    near, moving = of_edges or (0.0, 0.0)
     if total <= _CDF_ROUNDING:  # all of it is rounding
         return 0.0, 0.0
 
