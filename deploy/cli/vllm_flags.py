@@ -28,8 +28,8 @@ _ROWS = {
     "--tensor-parallel-size": "`--engine vllm --gpus N`; our engine computes each replica on one device",
     "--data-parallel-size": "`--gpus N`, a replica on each, or `pools.*.replicas`",
     "--pipeline-parallel-size": "`--engine vllm`, `vllm.engine_args.pipeline_parallel_size` and `pools.*.num_gpus`",
-    "--gpu-memory-utilization": "none: our engine takes what the GPU has left, or `engine.kv_cache_tokens`; with "
-    "`--engine vllm` it is `vllm.engine_args.gpu_memory_utilization`",
+    "--gpu-memory-utilization": "`pools.*.num_gpus`, below 1 a part of the memory, or `engine.kv_cache_tokens`; "
+    "with `--engine vllm` it is `vllm.engine_args.gpu_memory_utilization`",
     "--device": "`--gpus N`; 0 is the CPU",
     "--headless --nnodes --node-rank --data-parallel-address": "none: `--address` is that of a Ray cluster of nodes",
     "--enforce-eager": "`engine.cuda_graphs: false`; with `--engine vllm` it is `vllm.engine_args.enforce_eager`",
