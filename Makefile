@@ -50,7 +50,7 @@ test-gpu: $(STAMP) ## run the tests that need a CUDA device; fails where there i
 	  "make test-gpu: torch " + torch.__version__ + " sees no CUDA device here; nothing was tested.")'
 	$(VENV)/bin/python -m pytest -m gpu $(ARGS)
 
-gpu-day: $(STAMP) ## on a GPU: kernels, graphs, equality, a trained head, benchmarks, a profile; continues where it stopped
+gpu-day: $(STAMP) ## on a GPU, in a quarter of an hour: tests, attention, steps, handoffs, the service, FP8, a peer
 	$(VENV)/bin/python -m tools.gpu_day build/gpu-day $(ARGS)
 
 check: $(STAMP) ## lint, formatting, types, generated files and the budgets of CONTRIBUTING.md
