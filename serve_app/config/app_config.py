@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from serve_app.backends.base import FEW_BESIDE_A_GPU, FEW_STREAMS
+from serve_app.backends.base import FEW_BESIDE_A_GPU, FEW_STREAMS, Pace
 from serve_app.backends.vllm_parts.checkpoint import why_not_ours
 from serve_app.backends.vllm_parts.replay_room import needs_of, vllms_share
 from serve_app.backends.vllm_parts.settings import (
@@ -625,10 +625,10 @@ class AppConfig(Section):
         """The pool whose replicas decode."""
         return self.pool_names[-1]
 
-    @property
-    def few_streams(self) -> int:
-        """Streams of a replica up to which `limits.stream_interval_s` holds."""
-        return FEW_BESIDE_A_GPU if self.pool(self.decoding_pool).num_gpus else FEW_STREAMS
+    def pace(self) -> Pace:
+        """A pace for the streams of one replica, with none yet."""
+        few_streams = FEW_BESIDE_A_GPU if self.pool(self.decoding_pool).num_gpus else FEW_STREAMS
+        return Pace(self.limits.stream_interval_s, few_streams)
 
     @property
     def router(self) -> RouterSection | None:

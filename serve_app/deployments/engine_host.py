@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from serve_app.backends.base import Backend, ModelInfo, Pace, Replayed, ReplayFailed, ServedWeights
+from serve_app.backends.base import Backend, ModelInfo, Replayed, ReplayFailed, ServedWeights
 from serve_app.backends.rehearsed_fault import load_rehearsing
 from serve_app.backends.torch_backend import TorchBackend, load_engine
 from serve_app.backends.vllm_backend import VllmBackend
@@ -66,8 +66,7 @@ def make_backend(config: AppConfig, pool: PoolName) -> Backend:
     source, name = config.model.source, config.model.served_name
     if config.engine.kind == "torch":
         load = load_rehearsing if config.guard.rehearsal else load_engine
-        pace = Pace(config.limits.stream_interval_s, config.few_streams)
-        return TorchBackend(source, name, _with_device(config.engine_config(pool)), load, pace)
+        return TorchBackend(source, name, _with_device(config.engine_config(pool)), load, config.pace())
     replayer = None
     if config.may_replay_vllm(pool):
         replayer = TorchBackend(source, name, _with_device(config.replay_config(pool)))

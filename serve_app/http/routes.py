@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
-from serve_app.backends.base import Pace, PauseMode
+from serve_app.backends.base import PauseMode
 from serve_app.cluster.desired_state import Outcome
 from serve_app.errors import ErrorReply, UnknownVerdict, UnsupportedParameter, reply_for, route_error
 from serve_app.http.access.access import Access
@@ -104,7 +104,7 @@ def build_ingress(
         dependencies=[Depends(admit)],
     )
     app.state.checks = front_end.checks
-    app.state.pace = Pace(front_end.limits.stream_interval_s, front_end.limits.few_streams)
+    app.state.pace = front_end.limits.pace
     app.router.route_class = _GuardedRoute
     app.add_middleware(RequestIds, tracing=tracing or Tracing(), metrics=gate.metrics)
     if gate.cors_origins:

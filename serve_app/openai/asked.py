@@ -9,10 +9,10 @@ Each is made of the one before.
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
-from serve_app.backends.base import FEW_STREAMS, ModelInfo
+from serve_app.backends.base import ModelInfo, Pace
 from serve_app.errors import ModelNotFound, UnsupportedParameter
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.chat.control_tokens import Policy
@@ -27,7 +27,7 @@ LONG_TEXT = 4096  # characters; encoding more than this leaves the event loop
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of one HTTP request."""
+    """The limits of one HTTP request, and the pace that its stream shares with others."""
 
     max_body_bytes: int = 8 * 2**20
     max_choices: int = 64  # of each prompt
@@ -35,8 +35,7 @@ class Limits:
     max_prompt_tokens: int | None = None  # None = the model's own
     default_max_tokens: int | None = None  # chat without max_tokens; None = all that fits
     resumes: bool | None = None  # whether a request that does not say is resumed; None = none can be
-    stream_interval_s: float = 0.0  # between two messages of a stream, while there are few streams
-    few_streams: int = FEW_STREAMS  # that send as often as that
+    pace: Pace = field(default_factory=Pace)  # of the streams' messages
     keep_alive_s: float = 0.0  # after which a silent stream is sent a comment; 0 = never
     special_tokens_in_text: Policy = "allow"  # that a conversation's texts spell
 

@@ -107,7 +107,7 @@ async def measure(folder: Path, num_streams: int) -> list[float]:
         info, engine = replace(await backend.start(), max_model_len=10_000), made[0]
     metrics = Metrics(BufferSink(), model_name="m", pool="p")
     source = observed(PooledTokenSource(backend, metrics), metrics, SourceLimits(num_streams, 600.0))
-    app = build_ingress(FrontEnd(source, tokenizer, info, Limits(stream_interval_s=_INTERVAL_S, keep_alive_s=10.0)))
+    app = build_ingress(FrontEnd(source, tokenizer, info, Limits(pace=Pace(_INTERVAL_S), keep_alive_s=10.0)))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
     body = json.dumps({"model": "m", "prompt": [1], "max_tokens": 2 * _NUM_STEPS, "stream": True})
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:

@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
+from serve_app.backends.base import Pace
 from serve_app.http.routes import Operations
 from serve_app.openai.asked import Limits
 from speculative.errors import EngineFault
@@ -283,7 +284,7 @@ def test_no_room_is_429_with_retry_after(serve_fake: ServeFake, stream: bool) ->
 def test_events_arrive_while_the_engine_works_and_those_of_one_interval_together(
     serve_fake: ServeFake, interval_s: float
 ) -> None:
-    server = serve_fake(limits=Limits(stream_interval_s=interval_s), step_s=0.05)
+    server = serve_fake(limits=Limits(pace=Pace(interval_s)), step_s=0.05)
     body = {"model": "fake", "prompt": "a", "stream": True, "max_tokens": 31, "ignore_eos": True, "seed": 1}
     with httpx.stream("POST", server.url + COMPLETIONS, json=body) as response:
         messages = response.iter_raw()
