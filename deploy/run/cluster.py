@@ -30,6 +30,7 @@ from serve_app.config.base import POOL_OF_DEPLOYMENT
 from serve_app.config.serve_file import HttpOptions, ServeFile
 from serve_app.deployments.runtime import kept_starts
 from serve_app.http.slow_clients import PROXY_CALLBACK
+from serve_app.telemetry.logs import passing_on
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import ConfigError, TruespecError
 from speculative.kernels.library import compiling, find_kernels
@@ -129,12 +130,9 @@ def running_app(
 
 def _prepare_kernels(progress: Progress) -> None:
     """Compile the CPU kernels before replicas wait for them, unless they are kept from before."""
-    reporting = logging.Handler()
-    reporting.emit = lambda record: progress(record.getMessage())  # type: ignore[method-assign]
-    compiling.addHandler(reporting)
     compiling.setLevel(logging.INFO)
-    kernels = find_kernels()
-    compiling.removeHandler(reporting)
+    with passing_on(compiling, progress):
+        kernels = find_kernels()
     if isinstance(kernels, str):
         progress(f"warning: replicas compute without their kernels, which is slow: {kernels}")
 
@@ -299,7 +297,7 @@ def _start_serve(file: ServeFile, *, joined: bool, progress: Progress) -> HttpOp
 def _wait_until_running(name: str, progress: Progress) -> None:
     """Wait for every replica. What Serve says of one that is slow, or does not start, is passed on once; it tries that
     one again without end where another of its pool has started."""
-    reported, shown = "", dict[str, str]()
+    reported, starts = "", dict[str, str]()
     while True:
         application = serve.status().applications[name]
         lines = [status.message.strip() for status in application.deployments.values() if status.message.strip()]
@@ -313,10 +311,9 @@ def _wait_until_running(name: str, progress: Progress) -> None:
         if said and said != reported:
             reported = said
             progress(f"waiting: {said}")
-        for replica, line in sorted((starts := kept_starts(name)).items()):
-            if line != shown.get(replica):
-                progress(f"{replica}: {line}")
-        shown = starts
+        before, starts = starts, kept_starts(name)
+        for replica, line in sorted(starts.items() - before.items()):
+            progress(f"{replica}: {line}")
         time.sleep(_LOOK_EVERY_S)
 
 

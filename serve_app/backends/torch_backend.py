@@ -53,7 +53,7 @@ from speculative.weight_formats import is_rounded
 
 _logger = logging.getLogger("truespec.engine")
 
-_FIRST_ROUNDS = 8  # that are never joined: from then on an answer's strata do not tell rounds apart
+_FIRST_ROUNDS = 8  # that are never joined: from then on an answer's strata no longer distinguish rounds
 _IDLE_S = 0.02  # wait for a command when there is work but nothing can run (all blocks are held)
 _LOOK_EVERY_S = 1.0  # checks whether an awaited engine is alive
 _STALLED_AFTER_S = 120.0  # a step that takes longer counts as hung

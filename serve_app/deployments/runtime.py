@@ -22,6 +22,7 @@ from serve_app.deployments.controller_client import ControllerClient, controller
 from serve_app.referee.judge.answer import Answer
 from serve_app.referee.judge.verdicts import Checked
 from serve_app.telemetry.logs import configure as configure_logs
+from serve_app.telemetry.logs import passing_on
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.telemetry.tracing import Carried, Tracing, adopt, carried
 from serve_app.versions import version_of
@@ -137,28 +138,27 @@ def observe(config: AppConfig, role: str, replica: str) -> Tracing:
 
 @contextlib.contextmanager
 def keeping_start(app_name: str, replica: str) -> Iterator[None]:
-    """Keep in Ray what an engine says last of its start, while it lasts, for `kept_starts`; it goes on without, too."""
-    log, handler, key = logging.getLogger("truespec.start"), logging.Handler(), f"{_STARTS}{app_name}/{replica}"
+    """Keep in Ray the last line of an engine about its start, while that lasts, for `kept_starts`; where Ray does
+    not take it, the start goes on."""
+    key = f"{_STARTS}{app_name}/{replica}"
 
-    def keep(record: logging.LogRecord) -> None:
+    def keep(line: str) -> None:
         with contextlib.suppress(Exception):
-            _internal_kv_put(key, record.getMessage())
+            _internal_kv_put(key, line)
 
-    handler.emit = keep  # type: ignore[method-assign]
-    log.addHandler(handler)
     try:
-        yield
+        with passing_on(logging.getLogger("truespec.start"), keep):
+            yield
     finally:
-        log.removeHandler(handler)
         with contextlib.suppress(Exception):
             _internal_kv_del(key)
 
 
 def kept_starts(app_name: str) -> dict[str, str]:
-    """Return what the engines of an application that start now said last, by replica."""
+    """Return the last line of each engine of an application that starts now, by replica."""
     place = f"{_STARTS}{app_name}/"
-    kept = {key.decode(): _internal_kv_get(key) for key in _internal_kv_list(place)}
-    return {key.removeprefix(place): said.decode() for key, said in kept.items() if said is not None}
+    found = {key.decode(): _internal_kv_get(key) for key in _internal_kv_list(place)}
+    return {key.removeprefix(place): line.decode() for key, line in found.items() if line is not None}
 
 
 @contextlib.contextmanager

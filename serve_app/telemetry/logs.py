@@ -4,9 +4,11 @@ Ray Serve gives each replica a log file and writes to the process' standard erro
 in the same format.
 """
 
+import contextlib
 import json
 import logging
 import time
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 from serve_app.telemetry import tracing
@@ -65,6 +67,18 @@ def configure(log_format: LogFormat, level: LogLevel, replica: str = "") -> None
     logging.getLogger().handlers[:] = handlers
     for name in (*_OURS, _SERVE):
         logging.getLogger(name).setLevel(level.upper())
+
+
+@contextlib.contextmanager
+def passing_on(logger: logging.Logger, receive: Callable[[str], None]) -> Iterator[None]:
+    """Have the messages that a logger gets within the block received by this function, too."""
+    handler = logging.Handler()
+    handler.emit = lambda record: receive(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def printable(line: str) -> str:

@@ -64,7 +64,7 @@ async def test_a_gathered_stream_says_and_records_what_one_by_step_does(
     assert answer.num_drafted and len(answer.rounds) == latencies + 1
 
 
-async def test_a_text_that_is_searched_is_told_of_every_step(folder: Path, tokenizer: Tokenizer) -> None:
+async def test_a_text_that_is_searched_gets_every_step_by_itself(folder: Path, tokenizer: Tokenizer) -> None:
     chunks, answer, _ = await served(folder, tokenizer, FOR_EVER, stop=["\0never"])
     assert len(chunks) >= len(answer.rounds)
 
