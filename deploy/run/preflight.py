@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from serve_app.config.app_config import AppConfig
 from serve_app.config.base import PoolName
 from serve_app.http.access.access import read_token
 from serve_app.http.access.keys import read_keys
+from serve_app.referee.judge.tolerance import Tolerance
 from serve_app.referee.records.signatures import SigningKey
 from serve_app.text.tokenizer import Tokenizer
 from speculative.config import EngineConfig
@@ -208,6 +210,7 @@ def _check_machine_has(config: AppConfig, machine: Machine, found: Preflight) ->
         ("access.keys_file", config.access.keys_file, read_keys),
         ("admin.token_file", config.admin.token_file, read_token),
         ("receipts.key_file", config.receipts.key_file, SigningKey),
+        ("replay.tolerance", config.replay.tolerance, partial(Tolerance.read, setting="replay.tolerance:")),
     ):
         with found.reading(setting):
             if file is not None:

@@ -90,6 +90,7 @@ def test_a_template_of_another_model_is_refused_on_either_engine(
         ({"pools": {"monolith": {"num_cpus": 64}}}, r"num_cpus: one replica asks for 64 CPUs, .* 2: .* to 2 at most"),
         ({"access": {"keys_file": "/missing/keys"}}, r"access\.keys_file: /missing/keys: cannot be read"),
         ({"receipts": {"key_file": "/missing/key"}}, r"receipts\.key_file: /missing/key holds no private key"),
+        ({"replay": {"tolerance": "/missing/t"}}, r"replay\.tolerance: /missing/t holds no tolerance .*; `truespec"),
         ({"admin": {"token_file": "/missing/token"}}, r"admin\.token_file: /missing/token cannot be read"),
         ({"engine": {"kind": "vllm"}}, r"engine\.kind: needs vllm, .* not installed: pip install -e '\.\[vllm\]'"),
         ({"model": {"source": "{model}", "chat_template": "/missing.jinja"}}, r"chat_template: .*/missing.jinja"),

@@ -163,8 +163,8 @@ class ServiceTolerances:
         self._measured = (
             None if replay.tolerance is None else Tolerance.read(Path(replay.tolerance), "replay.tolerance:")
         )
-        on_gpu = any(config.pool(name).num_gpus for name in config.pool_names)
-        self._assumes = on_gpu and self._measured is None and replay.max_tme is None and replay.edge_nats is None
+        unset = self._measured is None and replay.max_tme is None and replay.edge_nats is None
+        self._assumes = unset and bool(config.pools_on("cuda"))
         self._known: dict[tuple[Numerics, Numerics], Tolerance] = {}
 
     @property
