@@ -179,7 +179,12 @@ def _fits_on(config: AppConfig, num_gpus: int) -> str:
     fewer = "topology to monolith" if config.topology == "disaggregated" else "replicas to fewer"
     if config.engine.kind == "vllm":
         return f"set {fewer}"
-    return f"set num_gpus of each pool to {math.floor(100 / math.ceil(replicas / num_gpus)) / 100:g}, or {fewer}"
+    return f"set num_gpus of each pool to {math.floor(100 * _part_of_gpu(replicas, num_gpus)) / 100:g}, or {fewer}"
+
+
+def _part_of_gpu(replicas: int, num_gpus: int) -> float:
+    """Return the part of a GPU that each replica has if all find room on so many, and all have the same."""
+    return 1 / math.ceil(replicas / num_gpus)
 
 
 def _hint_at_gpus(config: AppConfig, num_gpus: float, place: str, found: Preflight) -> None:
@@ -302,8 +307,8 @@ def _check_memory(
     on_cpus = sum(config.pool(name).least_replicas for name in config.pools_on("cpu"))
     pools = [config.pool(name) for name in config.pools_on("cuda") if machine.gpu_bytes]
     # The least part of a GPU that a replica has, or would have if all found room.
-    there = len(machine.gpu_bytes) / max(1, sum(pool.least_replicas for pool in pools))
-    part = min(1.0, there, *(pool.num_gpus for pool in pools))
+    shared = _part_of_gpu(sum(pool.least_replicas for pool in pools), len(machine.gpu_bytes)) if pools else 1.0
+    part = min(1.0, shared, *(pool.num_gpus for pool in pools))
     of_gpu = "one GPU" if part == 1 else f"{part:.2g} of one GPU"
     for replicas, room_bytes, place, uses_gpu in (
         (bool(pools), int(part * max(machine.gpu_bytes, default=0)), of_gpu, True),

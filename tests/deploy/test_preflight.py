@@ -198,10 +198,14 @@ def test_parts_of_gpus_are_added_up(
 
 def test_weights_must_fit_into_the_part_of_a_gpu_that_each_replica_would_have(models: Mapping[str, str]) -> None:
     """The parts are set, or the same check asks for them: nothing else is refused once they are set."""
-    for part, missing in ((0.5, ()), (1, ("pools.prefill.num_gpus",))):
-        pools = {"prefill": {"num_gpus": part}, "decode": {"num_gpus": part}}
+    for part, replicas, num_gpus, missing in (
+        (0.5, 1, 1, ()),
+        (1, 1, 1, ("pools.prefill.num_gpus",)),
+        (1, 2, 2, ("pools.decode.num_gpus",)),
+    ):
+        pools = {"prefill": {"num_gpus": part}, "decode": {"num_gpus": part, "replicas": replicas}}
         asked = config(models, topology="disaggregated", pools=pools, engine={"kv_cache_tokens": 1024})
-        found = faults(asked, Machine(2, GIB, (600_000,)))  # more than the weights, and half of it is less
+        found = faults(asked, Machine(2, GIB, (600_000,) * num_gpus))  # more than the weights, and half of it is less
         assert [re.search(r"args\.([\w.]+)", one)[1] for one in found] == [*missing, "model.source"], found
         assert "on each of 1 replicas, and 0.5 of one GPU has 0.0 GiB; take a smaller model" in found[-1]
 
