@@ -1,5 +1,6 @@
 """The application that serves a model given on the command line, without a configuration file."""
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,7 @@ from speculative.errors import ConfigError
 
 BASE = Path(__file__).parents[1] / "configs" / "own.yaml"
 
-_MOST_SEQUENCES = ((1, 64), (20, 32), (60, 64))  # on a GPU with less GiB than this; with more _MOST
-_MOST = 128
+_MOST_SEQUENCES = ((1, 64), (20, 32), (60, 64), (math.inf, 128))  # on a GPU with less GiB than this
 _CPUS_BESIDE_A_GPU = 4
 
 
@@ -68,7 +68,7 @@ def settings_of(own: OwnModel) -> Any:
 
 def sizes_on_a_gpu(num_bytes: int) -> dict[str, int]:
     """Sizes of steps on a GPU of so much memory; 0 = unknown. The fewer sequences, the more is left for their cache."""
-    most = next((most for gib, most in _MOST_SEQUENCES if num_bytes < gib * 2**30), _MOST)
+    most = next(most for gib, most in _MOST_SEQUENCES if num_bytes < gib * 2**30)
     return {"max_num_seqs": most, "max_batched_tokens": 2048}
 
 
