@@ -102,8 +102,7 @@ class GraphStep:
         attend = operators.attend(sizes)
         use_layer_ops(decoder, operators.layers)
         paged = PagedCache(cache, room, attend)
-        most_rows = self.buckets.query_lengths[-1]
-        target = TargetPass(decoder, paged, self.buffers, drafter.capture, most_rows, self.capturer)
+        target = TargetPass(decoder, paged, self.buffers, drafter.capture, self.capturer)
         prompts = PromptPass(
             *(decoder, paged, operators.attend_packed, self.buffers, drafter.capture, self._prompt_sizes),
             self.capturer,

@@ -121,11 +121,10 @@ def _write_rows(
     return most
 
 
-def paged_rows(on_device: Mapping[str, torch.Tensor], first: int = 0, most_rows: int = 1) -> PagedRows:
-    """Return what attention reads of the fields; positions below `first` do not exist, and of packed rows a sequence
-    has no more than `most_rows`."""
+def paged_rows(on_device: Mapping[str, torch.Tensor], first: int = 0) -> PagedRows:
+    """Return what attention reads of the fields; positions below `first` do not exist."""
     rows = (on_device["slots"].view(-1), on_device["visible"].view(-1), block_tables(on_device))
-    return PagedRows(*rows, first, on_device.get("starts"), most_rows)
+    return PagedRows(*rows, first, on_device.get("starts"))
 
 
 def block_tables(on_device: Mapping[str, torch.Tensor]) -> torch.Tensor:

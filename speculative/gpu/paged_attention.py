@@ -35,7 +35,6 @@ class PagedRows:
     first: positions below it do not exist.
     starts: [B + 2] int32 of packed rows: how many of the B sequences there are, where the rows of each begin, and where
         the last one's end; None = each has N / B.
-    most_rows: of a sequence, where they are packed.
     """
 
     slots: Tensor
@@ -43,12 +42,11 @@ class PagedRows:
     blocks: Tensor
     first: int = 0
     starts: Tensor | None = None
-    most_rows: int = 1
 
     @property
     def num_queries(self) -> int:
-        """The most rows of a sequence; Q, where all have as many."""
-        return self.visible.shape[0] // self.blocks.shape[0] if self.starts is None else self.most_rows
+        """Q, of rows that are not packed."""
+        return self.visible.shape[0] // self.blocks.shape[0]
 
 
 def splits_of(length: int) -> int:

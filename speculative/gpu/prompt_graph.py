@@ -179,7 +179,7 @@ class PromptPass:
     def _compute_beside(self, inputs: Mapping[str, Tensor]) -> None:
         input_ids, given = inputs["input_ids"], self._beside.on_device
         most = min(self._decoding.num_rows, len(input_ids))
-        few = paged_rows(given, most_rows=self._decoding.num_rows // self._decoding.num_seqs)
+        few = paged_rows(given)
         few = replace(few, visible=few.visible[:most])
 
         def attend(

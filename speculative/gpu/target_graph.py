@@ -20,20 +20,14 @@ from speculative.step.runner import ModelRunner
 class TargetPass:
     """Runs the target on a step's rows as one launch; what it computes lies in the first rows of the statics.
 
-    capture: the layers whose inputs are features, as `Decoder.run` takes them. most_rows: of a sequence.
+    capture: the layers whose inputs are features, as `Decoder.run` takes them.
     """
 
     def __init__(
-        self,
-        decoder: Decoder,
-        cache: PagedCache,
-        buffers: GraphBuffers,
-        capture: tuple[int, ...],
-        most_rows: int,
-        capturer: Capturer,
+        self, decoder: Decoder, cache: PagedCache, buffers: GraphBuffers, capture: tuple[int, ...], capturer: Capturer
     ) -> None:
         self.capture = capture
-        self._most_rows, self._capturer = most_rows, capturer
+        self._capturer = capturer
         self.buffers = buffers
         self._decoder, self._cache, self._room = decoder, cache, cache.room
         self._tables = BlockTables(cache.room)
@@ -71,7 +65,7 @@ class TargetPass:
         sources = inputs["sources"]
         drafted = self.buffers.drafts.tokens[sources.clamp(min=0)]
         input_ids = torch.where(sources >= 0, drafted, inputs["input_ids"])
-        attention = self._cache.attention(paged_rows(inputs, most_rows=self._most_rows))
+        attention = self._cache.attention(paged_rows(inputs))
         hidden, features = self._decoder.run(input_ids, inputs["positions"], attention, self.capture)
         num_rows = len(input_ids)
         self.buffers.hidden[:num_rows].copy_(hidden)

@@ -282,17 +282,18 @@ class TritonAttend:
             query = query.contiguous()
         num_parts, dim = self._sizes.num_parts, max(_LEAST_ROWS, triton.next_power_of_2(head_dim))
         narrow, wide = (rows_of_program(most * group, dim) for most in (1, self._sizes.max_queries))
+        most_rows = rows.num_queries if rows.starts is None else self._sizes.max_queries  # of a sequence
         scale, window, cap = of_products(scores, head_dim)
-        most_parts = min(num_parts, 1 + splits_of(window + rows.num_queries)) if window else num_parts
+        most_parts = min(num_parts, 1 + splits_of(window + most_rows)) if window else num_parts
         splits = {"SPLIT": SPLIT_TOKENS, "SHORT": SHORT_SPLIT_TOKENS, "NUM_SHORT": self._sizes.num_short}
-        for tile_rows, above, up_to, num_found in tiles_of(rows, group, narrow, wide):
-            num_tiles = triton.cdiv((up_to or rows.num_queries * group), tile_rows)
+        for tile_rows, above, up_to, num_found in tiles_of(rows, most_rows, group, narrow, wide):
+            num_tiles = triton.cdiv(up_to or most_rows * group, tile_rows)
             num_places = num_found * num_tiles
             sharing = min(most_parts, -(-_ENOUGH_PROGRAMS // (num_places * num_kv_heads)))  # the parts of a context
             packed, even = (num_kv_heads, num_places * sharing), (num_places, num_kv_heads, sharing)
             _attend_splits[even if rows.starts is None else packed](
                 *(query, keys, values, rows.blocks, rows.visible, rows.starts, partial, weight, scale),
-                *(num_seqs, rows.num_queries, num_tiles, rows.blocks.stride(0)),
+                *(num_seqs, most_rows, num_tiles, rows.blocks.stride(0)),
                 *(query.stride(0), query.stride(1), keys.stride(0), keys.stride(1)),
                 FIRST=rows.first,
                 KV_HEADS=num_kv_heads,
@@ -325,11 +326,11 @@ class TritonAttend:
         return out
 
 
-def tiles_of(rows: PagedRows, group: int, narrow: int, wide: int) -> list[tuple[int, int, int, int]]:
+def tiles_of(rows: PagedRows, most_rows: int, group: int, narrow: int, wide: int) -> list[tuple[int, int, int, int]]:
     """The launches for the rows of sequences and KV heads: the rows of a tile, those that the sequences have more of
     than the second number and no more of than the third (0 = any), and how many sequences these can be."""
     num_rows, num_seqs = len(rows.visible), len(rows.blocks)
-    if rows.num_queries * group <= narrow or narrow == wide:
+    if most_rows * group <= narrow or narrow == wide:
         return [(narrow, 0, 0, num_seqs)]
     if rows.starts is None:
         return [(wide, 0, 0, num_seqs)]

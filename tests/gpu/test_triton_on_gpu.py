@@ -84,7 +84,7 @@ def test_a_rows_bits_depend_on_neither_neighbours_nor_padding(
         few = torch.arange(len(query), device=cuda) % num_queries == 0  # packed: the last one has all, others one row
         few[-num_queries:] = True
         starts = torch.tensor([len(contexts), *range(len(contexts)), int(few.sum())], dtype=torch.int32, device=cuda)
-        packed = PagedRows(rows.slots[few], rows.visible[few], rows.blocks, 0, starts, MAX_QUERIES)
+        packed = PagedRows(rows.slots[few], rows.visible[few], rows.blocks, 0, starts)
         assert torch.equal(attend(query[few], keys, values, packed, rule)[-num_queries:], whole[-num_queries:])
 
 

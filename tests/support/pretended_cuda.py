@@ -664,7 +664,7 @@ class _PagedAttention:
 
         def attend(query: Tensor, keys: Tensor, values: Tensor, *places: Tensor) -> Tensor:
             slots, visible, blocks, *own = places
-            given = PagedRows(slots, visible, blocks, rows.first, own[0] if own else None, rows.most_rows)
+            given = PagedRows(slots, visible, blocks, rows.first, own[0] if own else None)
             return self._attend(query, keys, values, given, scores)
 
         return self._device.kernels(  # type: ignore[no-any-return]

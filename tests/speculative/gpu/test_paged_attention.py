@@ -121,7 +121,7 @@ def test_packed_rows_get_the_bits_that_each_sequence_gets_alone(attend: AttendPa
     behind = torch.zeros(4, dtype=torch.int64)
     given = torch.cat([torch.tensor([len(contexts)], dtype=torch.int32), starts])
     slots, visible = (torch.cat([own[live], behind]) for own in (padded.slots, padded.visible))
-    packed = PagedRows(slots, visible, padded.blocks, 0, given, MAX_QUERIES)
+    packed = PagedRows(slots, visible, padded.blocks, 0, given)
     found = attend(torch.cat([query[live], torch.full((4, 8, 16), torch.nan)]), keys, values, packed, rule)
     assert (found[:-4] - expected_of(query, keys, values, padded, rule)[live]).abs().max() < TOLERANCE[torch.float32]
     assert torch.equal(found[-4:], torch.zeros_like(found[-4:])), "rows that stand for nothing give zeros"
@@ -139,10 +139,10 @@ def test_programs_are_few_where_one_sequence_of_many_has_several_rows() -> None:
     narrow, wide = rows_of_program(4, 128), rows_of_program(5 * 4, 128)
     plain, starts = torch.zeros(64, dtype=torch.int64), torch.zeros(66, dtype=torch.int32)
     blocks = plain[:, None]
-    assert tiles_of(PagedRows(plain, plain, blocks), 4, narrow, wide) == [(16, 0, 0, 64)]
-    assert tiles_of(PagedRows(plain, plain, blocks, 0, starts, 4), 4, narrow, wide) == [(16, 0, 0, 64)]
-    drafting = PagedRows(plain, torch.zeros(128, dtype=torch.int64), blocks, 0, starts, 5)
-    assert tiles_of(drafting, 4, narrow, wide) == [(16, 0, 16, 64), (32, 16, 0, 25)]
+    assert tiles_of(PagedRows(plain, plain, blocks), 1, 4, narrow, wide) == [(16, 0, 0, 64)]
+    assert tiles_of(PagedRows(plain, plain, blocks, 0, starts), 4, 4, narrow, wide) == [(16, 0, 0, 64)]
+    drafting = PagedRows(plain, torch.zeros(128, dtype=torch.int64), blocks, 0, starts)
+    assert tiles_of(drafting, 5, 4, narrow, wide) == [(16, 0, 16, 64), (32, 16, 0, 25)]
 
 
 @pytest.mark.parametrize(("rule", "lift"), [(ScoreRule(cap=5.0, scale=0.3), 1.0), (ScoreRule(cap=50.0), 1e4)])
