@@ -188,9 +188,8 @@ class PromptPass:
             behind = rows[1]._replace(out=self._cache.attend(query, keys, values, rows[0], scores))
             return self._attend(query, keys, values, behind, scores)
 
-        sources = given["sources"][:most]
-        drafted = self._buffers.drafts.tokens[sources.clamp(min=0)]
-        input_ids = torch.cat([torch.where(sources >= 0, drafted, input_ids[:most]), input_ids[most:]])
+        drafted = self._buffers.drafts.tokens_or(input_ids[:most], given["sources"][:most])
+        input_ids = torch.cat([drafted, input_ids[most:]])
         attention = KernelAttention(self._cache.cache, inputs["slots"], (few, self._rows(inputs)), attend)
         hidden, features = self._run(input_ids, inputs["positions"], attention)
         # The judge reads rows behind those that decode: nothing of a prompt's may be in them.

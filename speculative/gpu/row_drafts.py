@@ -45,6 +45,10 @@ class DraftBuffers(NamedTuple):
         probs = torch.zeros((num_drafts, width), dtype=torch.float32, device=device)
         return cls(tokens, tokens.clone(), probs, tokens.double())
 
+    def tokens_or(self, token_ids: Tensor, sources: Tensor) -> Tensor:
+        """Return the drafts in the rows `sources`; where that is -1, what is in `token_ids`."""
+        return torch.where(sources >= 0, self.tokens[sources.clamp(min=0)], token_ids)
+
 
 SampleDrafts = Callable[[Tensor, DraftFields, int, Tensor | None, int, DraftBuffers], None]
 """logits [E, W] in the drafter's own type, the round's fields, an offset below K, ids [W] int64 of each column's token

@@ -1,7 +1,6 @@
 """The target's forward pass over packed rows, captured; and the runner that uses it wherever a step fits."""
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from speculative.gpu.buckets import Buckets, PackedBucket
@@ -62,9 +61,7 @@ class TargetPass:
         captured.replay()
 
     def _compute(self, inputs: dict[str, Tensor]) -> None:
-        sources = inputs["sources"]
-        drafted = self.buffers.drafts.tokens[sources.clamp(min=0)]
-        input_ids = torch.where(sources >= 0, drafted, inputs["input_ids"])
+        input_ids = self.buffers.drafts.tokens_or(inputs["input_ids"], inputs["sources"])
         attention = self._cache.attention(paged_rows(inputs))
         hidden, features = self._decoder.run(input_ids, inputs["positions"], attention, self.capture)
         num_rows = len(input_ids)
