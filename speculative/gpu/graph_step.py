@@ -97,15 +97,14 @@ class GraphStep:
         self._draft_model = None if neural is None else neural.model
         room = CacheRoom(config.block_size, -(-max_model_len // config.block_size), config.num_blocks)
         sizes = AttentionSizes(config.block_size, self.buckets.largest.num_queries, room.max_blocks)
-        self._prompt_sizes = prompt_sizes(config.max_batched_tokens)
         self.buffers = GraphBuffers.make(decoder, self.buckets, self._draft_model)
         attend = operators.attend(sizes)
         use_layer_ops(decoder, operators.layers)
         paged = PagedCache(cache, room, attend)
         target = TargetPass(decoder, paged, self.buffers, drafter.capture, self.capturer)
         prompts = PromptPass(
-            *(decoder, paged, operators.attend_packed, self.buffers, drafter.capture, self._prompt_sizes),
-            self.capturer,
+            *(decoder, paged, operators.attend_packed, self.buffers, drafter.capture),
+            *(prompt_sizes(config.max_batched_tokens), self.capturer),
         )
         prepare = operators.prepare(config.block_size, 0)
         self.runner = GraphRunner(decoder, cache, target, prompts, self.buckets, prepare)
