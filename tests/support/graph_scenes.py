@@ -12,7 +12,7 @@ from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams, Structure
 from speculative.state.token_constraint import Bools
 from speculative.stats import StepStats
-from tests.support.engines import Answer, assert_idle, take
+from tests.support.engines import Answer, assert_idle, run, take
 
 VOCABULARY = 64
 NUM_DRAFTS = 3
@@ -94,8 +94,7 @@ def late_prompts(engine: EngineCore) -> dict[str, Answer]:
         for _ in range(0 if index < 2 else 12 if index == 2 else 4):
             take(found, engine.step())
         assert index < 2 or found["r0"].finish_reason is None, "it still decodes"
-    while engine.has_work:
-        take(found, engine.step())
+    found = run(engine, found)
     assert_idle(engine)
     return found
 

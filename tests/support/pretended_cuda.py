@@ -594,7 +594,7 @@ class PretendedCuda(TorchFunctionMode):
     def _check_sent(self) -> None:
         with torch._C.DisableTorchFunction():
             sent, self._sent_once = self._sent_once, []
-            assert all(map(torch.equal, *zip(*sent, strict=True))) if sent else True, _FILLED_EARLY
+            assert all(torch.equal(host, copied) for host, copied in sent), _FILLED_EARLY
 
     def finish(self, downloads: list[tuple[Tensor, Tensor]], uploads: list[tuple[Tensor, Tensor]]) -> None:
         """The host waits for copies to and from pinned memory."""
