@@ -15,7 +15,7 @@ from speculative.model.decoder import Decoder
 class GraphBuffers:
     """Results that a later graph of the same step reads; each step overwrites them.
 
-    hidden: [N, hidden] of the target's padded rows. features: [N, F] what a hidden-state drafter reads of them.
+    hidden: [N, hidden] of the target's rows. features: [N, F] what a hidden-state drafter reads of them.
     draft_hidden: [B, hidden] of the drafter's last verified rows: what first drafts are drawn from.
     drafts: the step's, in D rows; without a drafting model in one."""
 
