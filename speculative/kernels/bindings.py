@@ -187,7 +187,6 @@ class Kernels:
         self._choose = bound("choose", number, number, *[pointer] * 4, number, pointer, number)
         self._ways = (c_int64 * NUM_WAYS).in_dll(library, "truespec_ways")
         self._by_tiles = c_int64.in_dll(library, "truespec_by_tiles")
-        self._int4_tile_rows = c_int64.in_dll(library, "truespec_int4_tile_rows")
         self._attends_by_tiles = c_int64.in_dll(library, "truespec_attends_by_tiles")
         library.truespec_has_tiles.restype = library.truespec_permit_tiles.restype = c_int64
         self.has_tiles = bool(library.truespec_has_tiles())
@@ -214,16 +213,6 @@ class Kernels:
     @by_tiles.setter
     def by_tiles(self, by_tiles: bool) -> None:
         self._by_tiles.value = by_tiles
-
-    @property
-    def int4_tile_rows(self) -> int:
-        """Rows from which on AMX tiles multiply four-bit weights with eight-bit activations, to the same bits; 0 = they
-        never do. Set it only where `permit_tiles` returned true."""
-        return self._int4_tile_rows.value
-
-    @int4_tile_rows.setter
-    def int4_tile_rows(self, num_rows: int) -> None:
-        self._int4_tile_rows.value = num_rows
 
     @property
     def attends_by_tiles(self) -> bool:

@@ -215,7 +215,7 @@ struct Buffer {
 };
 
 struct Workspace {
-    Buffer floats, bytes, scales, sums, zeros, scores, qkv, attended, gate_up, pairs, logits, states, unpacked;
+    Buffer floats, bytes, scales, sums, zeros, scores, qkv, attended, gate_up, pairs, logits, states;
 };
 
 // Of the thread that calls.

@@ -23,7 +23,7 @@ import torch
 from speculative.config import kernels_folder
 from speculative.kernels.bindings import Kernels
 from speculative.kernels.prefetch import describe_ways, measured_ways
-from speculative.kernels.tiles import measured_attention, measured_int4_rows, measured_tiles
+from speculative.kernels.tiles import measured_attention, measured_tiles
 
 _SOURCES = tuple(
     Path(__file__).with_name(name)
@@ -143,19 +143,15 @@ def _set_tiles(kernels: Kernels, library: Path) -> None:
         return
     kept = _kept_choice(library, "tiles")
     with contextlib.suppress(OSError, ValueError, TypeError):  # else it is measured again
-        # All are numbers before the first of them is set.
-        products, least, attention = map(ctypes.c_int64, json.loads(kept.read_text(encoding="utf-8")))
+        # Both are numbers before the first of them is set.
+        products, attention = map(ctypes.c_int64, json.loads(kept.read_text(encoding="utf-8")))
         kernels.by_tiles, kernels.attends_by_tiles = bool(products), bool(attention)
-        kernels.int4_tile_rows = least.value
         return
     by_tiles, why = measured_tiles(kernels)
     _log.info("Products of bfloat16s are computed by %s: %s.", "AMX tiles" if by_tiles else "AVX-512", why)
-    rows, why = measured_int4_rows(kernels)
-    who = f"AMX tiles from {rows} rows on" if rows else "AVX-512"
-    _log.info("Products of four-bit weights with eight-bit activations are computed by %s: %s.", who, why)
     attends, why = measured_attention(kernels)
     _log.info("Attention over a cache in bfloat16 is computed by %s: %s.", "AMX tiles" if attends else "AVX-512", why)
-    _keep_choice(kept, (by_tiles, rows, attends))
+    _keep_choice(kept, (by_tiles, attends))
 
 
 def _kept_choice(library: Path, name: str) -> Path:

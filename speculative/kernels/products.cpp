@@ -26,10 +26,6 @@ int64_t truespec_ways[1 + kFewProducts] = {kNear, kNear, kNear, kNear, kNear, kN
 // Whether products of bfloat16s are left to tiles, of any number of rows: those round in another order.
 int64_t truespec_by_tiles = 0;
 
-// From so many rows on, products of four-bit weights with eight-bit activations are left to tiles: the same bits. 0 =
-// never.
-int64_t truespec_int4_tile_rows = 0;
-
 // Whether this library has tiles.
 int64_t truespec_has_tiles() {
 #if defined(TRUESPEC_TILES)
@@ -465,79 +461,6 @@ void multiply_by_tiles(const Rows& rows, int64_t num_rows, const Linear& linear,
     release_tiles();
 }
 
-// A block of a panel of four-bit weights as tiles take it: 16 outputs in each half, four inputs in a row.
-struct UnpackedBlock {
-    uint8_t weights[2][8][64];
-    float scales[2][16], least[2][16];
-};
-
-void unpack_panel(const char* block, int64_t blocks, UnpackedBlock* to) {
-    const __m512i low_half = _mm512_set1_epi8(15);
-    for (int64_t b = 0; b < blocks; ++b, block += kInt4Bytes, ++to) {
-        for (int half = 0; half < 2; ++half) {
-            for (int z = 0; z < 8; z += 2) {
-                const __m512i packed = _mm512_loadu_si512(block + 64 * (z + half));
-                _mm512_store_si512(to->weights[half][z], _mm512_and_si512(packed, low_half));
-                _mm512_store_si512(to->weights[half][z + 1], _mm512_and_si512(_mm512_srli_epi16(packed, 4), low_half));
-            }
-            _mm512_store_ps(to->scales[half], load_halves(block + 512 + 32 * half));
-            _mm512_store_ps(to->least[half], load_halves(block + 512 + 64 + 32 * half));
-        }
-    }
-}
-
-// What a block of up to 16 rows is scaled with.
-struct RowFactors {
-    float scales[kTileRows], sums[kTileRows];
-};
-
-// As `int_tile<R, true>`, to the bit: a tile holds the integer sums of one block, which are exact, and they are
-// scaled and added up in the same order.
-//
-// The scaling bounds it, by four operations of AVX-512 for 16 sums: some 36 cycles a tile by count of what Intel's
-// processors do at once, where the product takes 16 of AMX, and `int_tile` some 110. So there is nothing to win by
-// multiplying 64 inputs at once, and bfloat16s, whose sums would be the same integers, would save one operation of the
-// four and read twice as much.
-template <int R>
-void byte_tile(const int8_t* a, const RowFactors* factors, int64_t row, const Linear& linear, int64_t panel, Turn turn,
-               const Target& target, UnpackedBlock* unpacked) {
-    const int64_t size = linear.num_inputs, blocks = size / kBlock, panel_bytes = blocks * kInt4Bytes;
-    const char* weight = static_cast<const char*>(linear.weight) + panel * panel_bytes;
-    if (turn.index == 0) unpack_panel(weight, blocks, unpacked);
-    alignas(64) int32_t products[2][16][16];
-    for (int half = 0; half < 2; ++half) {
-        const auto multiply_block = [&](int64_t b) {
-            CLEAR_TILE(0);
-            LOAD_TILE(1, a + b * kBlock, size);
-            LOAD_TILE(2, unpacked[b].weights[half], 64);
-            MULTIPLY_BYTES(0, 1, 2);
-            STORE_TILE(0, products[b % 2], 64);
-        };
-        __m512 sums[R];
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) sums[r] = _mm512_setzero_ps();  // unrolled, or the sums lie in memory
-        multiply_block(0);
-        for (int64_t b = 0; b < blocks; ++b) {
-            if (b + 1 < blocks) multiply_block(b + 1);  // while the last block's sums are scaled
-            const char* next = weight + panel_bytes + b * kInt4Bytes;
-            for (int64_t line = 0; turn.index + half == 0 && line < kInt4Bytes; line += 64) {
-                _mm_prefetch(next + line, _MM_HINT_T1);
-            }
-            const __m512 scale = _mm512_load_ps(unpacked[b].scales[half]);
-            const __m512 least = _mm512_load_ps(unpacked[b].least[half]);
-#pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) {
-                const __m512 product = _mm512_cvtepi32_ps(_mm512_load_si512(products[b % 2][r]));
-                const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(factors[b].scales[r]));
-                sums[r] = _mm512_fmadd_ps(product, both, sums[r]);
-                sums[r] = _mm512_fmadd_ps(least, _mm512_set1_ps(factors[b].sums[r]), sums[r]);
-            }
-        }
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) store(sums[r], linear, target, row + r, panel * kPanel + 16 * half);
-    }
-}
-
 #endif
 
 // Every panel is multiplied with all rows before the next one, in tiles of about the same size, `most` rows or fewer:
@@ -555,41 +478,6 @@ void multiply_tiles(int64_t num_rows, Range panels, const Tile& tile) {
     }
 }
 
-#if defined(TRUESPEC_TILES)
-
-// One thread's panels of four-bit weights. All tiles have the rows of the largest, so one may multiply a row of its
-// neighbour too, or what lies behind the last row.
-void multiply_bytes(const Rows& rows, int64_t num_rows, const Linear& linear, Range panels, const Target& target) {
-    const int64_t turns = (num_rows + kTileRows - 1) / kTileRows;
-    TileShapes shapes;  // 0 holds sums; 1 rows; 2 weights
-    for (int t = 0; t < 3; ++t) {
-        shapes.row_bytes[t] = t == 1 ? kBlock : 64;
-        shapes.rows[t] = t == 2 ? kBlock / 4 : (num_rows + turns - 1) / turns;
-    }
-    shape_tiles(shapes);
-    const int64_t blocks = linear.num_inputs / kBlock;
-    constexpr int64_t kUnpacked = sizeof(UnpackedBlock) / sizeof(float), kFactors = sizeof(RowFactors) / sizeof(float);
-    float* scratch = workspace().unpacked.at_least(blocks * (kUnpacked + turns * kFactors));
-    auto* unpacked = reinterpret_cast<UnpackedBlock*>(scratch);
-    auto* factors = reinterpret_cast<RowFactors*>(scratch + blocks * kUnpacked);
-    for (int64_t t = 0; t < turns; ++t) {
-        const Range own = share(num_rows, t, turns);
-        for (int64_t r = own.begin; r < own.end; ++r) {
-            for (int64_t b = 0; b < blocks; ++b) {
-                factors[t * blocks + b].scales[r - own.begin] = rows.scales[r * blocks + b];
-                factors[t * blocks + b].sums[r - own.begin] = rows.sums[r * blocks + b];
-            }
-        }
-    }
-    multiply_tiles<kTileRows>(num_rows, panels, [&](auto R, int64_t row, int64_t panel, Turn turn) {
-        const int8_t* a = rows.bytes + row * linear.num_inputs;
-        byte_tile<R()>(a, factors + turn.index * blocks, row, linear, panel, turn, target, unpacked);
-    });
-    release_tiles();
-}
-
-#endif
-
 }  // namespace
 
 void multiply(const Rows& rows, int64_t num_rows, const Linear& linear, const Target& to, int thread, int threads) {
@@ -597,9 +485,6 @@ void multiply(const Rows& rows, int64_t num_rows, const Linear& linear, const Ta
 #if defined(TRUESPEC_TILES)
     if (num_rows > 0 && by_tiles(linear)) {
         return multiply_by_tiles(rows, num_rows, linear, panels, to);
-    }
-    if (linear.kind == kInt4 && truespec_int4_tile_rows > 0 && num_rows >= truespec_int4_tile_rows) {
-        return multiply_bytes(rows, num_rows, linear, panels, to);
     }
 #endif
     const auto floats = [&](auto R, int64_t row, int64_t panel, Turn turn) {

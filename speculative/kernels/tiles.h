@@ -13,8 +13,7 @@
 #if defined(__AVX512BF16__) && defined(TRUESPEC_EMULATE_TILES)
 #define TRUESPEC_TILES
 #include <atomic>
-#elif defined(__AVX512BF16__) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && \
-    defined(__AMX_INT8__) && defined(__linux__)
+#elif defined(__AVX512BF16__) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
 #define TRUESPEC_TILES
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -78,20 +77,6 @@ struct EmulatedTile {
             }
         }
     }
-
-    // TDPBSUD: the bytes of `a` are signed, those of `b` are not.
-    void add_byte_products(const EmulatedTile& a, const EmulatedTile& b) {
-        for (int64_t m = 0; m < rows; ++m) {
-            for (int64_t n = 0; n < row_bytes / 4; ++n) {
-                int32_t sum;
-                std::memcpy(&sum, bytes[m] + 4 * n, 4);
-                for (int64_t k = 0; k < a.row_bytes; ++k) {
-                    sum += static_cast<int8_t>(a.bytes[m][k]) * static_cast<uint8_t>(b.bytes[k / 4][4 * n + k % 4]);
-                }
-                std::memcpy(bytes[m] + 4 * n, &sum, 4);
-            }
-        }
-    }
 };
 
 inline thread_local EmulatedTile emulated_tiles[8];
@@ -99,9 +84,8 @@ inline thread_local EmulatedTile emulated_tiles[8];
 // Products of two tiles so far, for tests of who computed what comes to the same bits.
 extern "C" inline std::atomic<int64_t> truespec_emulated_products{0};
 
-inline void multiply_emulated(int to, int a, int b, bool bytes) {
-    if (bytes) emulated_tiles[to].add_byte_products(emulated_tiles[a], emulated_tiles[b]);
-    else emulated_tiles[to].add_products(emulated_tiles[a], emulated_tiles[b]);
+inline void multiply_emulated(int to, int a, int b) {
+    emulated_tiles[to].add_products(emulated_tiles[a], emulated_tiles[b]);
     ++truespec_emulated_products;
 }
 
@@ -116,8 +100,7 @@ inline void release_tiles() {}
 #define CLEAR_TILE(t) std::memset(emulated_tiles[t].bytes, 0, sizeof(emulated_tiles[t].bytes))
 #define LOAD_TILE(t, from, stride) emulated_tiles[t].load(from, stride)
 #define STORE_TILE(t, to, stride) emulated_tiles[t].store(to, stride)
-#define MULTIPLY_TILES(to, a, b) multiply_emulated(to, a, b, false)
-#define MULTIPLY_BYTES(to, a, b) multiply_emulated(to, a, b, true)
+#define MULTIPLY_TILES(to, a, b) multiply_emulated(to, a, b)
 
 #else
 
@@ -138,7 +121,6 @@ inline void release_tiles() { asm volatile("tilerelease" : :); }
 #define STORE_TILE(t, to, stride) \
     asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" : : "r"(to), "r"(static_cast<int64_t>(stride)) : "memory")
 #define MULTIPLY_TILES(to, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #to : :)
-#define MULTIPLY_BYTES(to, a, b) asm volatile("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #to : :)
 
 #endif
 

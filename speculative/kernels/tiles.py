@@ -1,8 +1,7 @@
 """The choices between AMX tiles and AVX-512, made where the CPU kernels are compiled.
 
 Products of bfloat16s and attention over a cache of them round in different orders by the two. A token's bits must not
-depend on what else is computed, so one of the two serves all numbers of rows. Products of four-bit weights with
-eight-bit activations come to the same bits by both, so tiles serve the numbers of rows at which they are faster.
+depend on what else is computed, so one of the two serves all numbers of rows.
 """
 
 import time
@@ -18,13 +17,12 @@ from speculative.kernels.bindings import Kernels, LinearStruct, ShapeStruct, Ste
 
 Clock = Callable[[], float]
 """In seconds."""
-Choice = Literal["by_tiles", "int4_tile_rows", "attends_by_tiles"]
+Choice = Literal["by_tiles", "attends_by_tiles"]
 """An attribute of `Kernels`; false or 0 = AVX-512 does it."""
 
 _INPUTS, _OUTPUTS = 1024, 32768
-_BFLOAT16, _W4A8 = 1, 2  # kinds of products.cpp
+_BFLOAT16 = 1  # a kind of products.cpp
 _ROWS = (1, 16, 256)
-_INT4_ROWS = (1, 4, 8, 16, 32, 64, 256)
 _HEADS, _KV_HEADS, _HEAD_DIM = 24, 8, 64
 _POSITIONS = 1024
 _LAST_ROWS = (1, 256)  # whose attention is timed
@@ -43,27 +41,8 @@ def measured_tiles(kernels: Kernels, clock: Clock = time.perf_counter) -> tuple[
     with _one_thread():
         if wrong := _wrong_products(kernels):
             return False, wrong
-        shares = [_share_of_product(kernels, "by_tiles", _BFLOAT16, num_rows, clock) for num_rows in _ROWS]
+        shares = [_share_of_product(kernels, num_rows, clock) for num_rows in _ROWS]
     return _choose(kernels, "by_tiles", "products", shares)
-
-
-def measured_int4_rows(kernels: Kernels, clock: Clock = time.perf_counter) -> tuple[int, str]:
-    """Return from how many rows on products of four-bit weights with eight-bit activations are left to tiles, and why.
-
-    0 = they never are. Otherwise as `measured_tiles`.
-    """
-    with _one_thread():
-        if wrong := _wrong_int4_products(kernels):
-            return 0, wrong
-        shares = {rows: _share_of_product(kernels, "int4_tile_rows", _W4A8, rows, clock) for rows in _INT4_ROWS}
-    least = 0
-    for num_rows in reversed(_INT4_ROWS):
-        if shares[num_rows] > _GAIN:
-            break
-        least = num_rows
-    kernels.int4_tile_rows = least
-    said = ", ".join(f"{share:.2f} at {num_rows}" for num_rows, share in shares.items())
-    return least, f"by rows, products by AMX tiles took of the time of those by AVX-512: {said}"
 
 
 def measured_attention(kernels: Kernels, clock: Clock = time.perf_counter) -> tuple[bool, str]:
@@ -134,7 +113,7 @@ def _one_thread() -> Iterator[None]:
 
 @contextmanager
 def _chosen(kernels: Kernels, choice: Choice, by_tiles: bool) -> Iterator[None]:
-    setattr(kernels, choice, by_tiles)  # as a number of rows, 1 is any
+    setattr(kernels, choice, by_tiles)
     try:
         yield
     finally:
@@ -159,23 +138,6 @@ def _wrong_products(kernels: Kernels) -> str:
     return ""
 
 
-def _wrong_int4_products(kernels: Kernels) -> str:
-    """Return what is wrong with the products of four-bit weights by tiles on this machine; "" = nothing."""
-    generator = torch.Generator().manual_seed(0)
-    numbers = torch.randint(256, (3, _INPUTS // 32, 512), generator=generator, dtype=torch.uint8)
-    factors = torch.randn((3, _INPUTS // 32, 64), generator=generator).half()  # scales and least weights of 32 outputs
-    panels = torch.cat((numbers, factors.view(torch.uint8)), dim=-1)
-    linear = LinearStruct(panels.data_ptr(), None, _INPUTS, 96, _W4A8)
-    for num_rows in (1, 16, 37):
-        rows = torch.randn((num_rows, _INPUTS), generator=generator)
-        by_avx512 = kernels.linear(linear, rows)
-        with _chosen(kernels, "int4_tile_rows", True):
-            by_tiles = kernels.linear(linear, rows)
-        if not torch.equal(by_tiles, by_avx512):
-            return "products of four-bit weights by AMX tiles are wrong on this machine"
-    return ""
-
-
 def _wrong_attention(kernels: Kernels) -> str:
     """Return what is wrong with attention by tiles on this machine; "" = nothing."""
     begin, end = 60, 101  # rows that see all of a block of 32 positions, and some that see parts of it
@@ -191,12 +153,12 @@ def _wrong_attention(kernels: Kernels) -> str:
     return ""
 
 
-def _share_of_product(kernels: Kernels, choice: Choice, kind: int, num_rows: int, clock: Clock) -> float:
+def _share_of_product(kernels: Kernels, num_rows: int, clock: Clock) -> float:
     """Return the time of products by tiles over that by AVX-512."""
     weight = torch.full((_INPUTS * _OUTPUTS // 2,), 0x3C003C00, dtype=torch.int32)
-    linear = LinearStruct(weight.data_ptr(), None, _INPUTS, _OUTPUTS, kind)
+    linear = LinearStruct(weight.data_ptr(), None, _INPUTS, _OUTPUTS, _BFLOAT16)
     rows = torch.ones((num_rows, _INPUTS))
-    return _share_of_time(kernels, choice, lambda: kernels.linear(linear, rows), clock)
+    return _share_of_time(kernels, "by_tiles", lambda: kernels.linear(linear, rows), clock)
 
 
 def _share_of_time(kernels: Kernels, choice: Choice, work: Callable[[], object], clock: Clock) -> float:

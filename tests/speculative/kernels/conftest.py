@@ -37,5 +37,5 @@ def tiles(emulation: Kernels) -> Iterator[Kernels]:
     assert emulation.permit_tiles()
     emulation.by_tiles = True
     yield emulation
-    emulation.by_tiles, emulation.int4_tile_rows, emulation.attends_by_tiles = False, 0, False
+    emulation.by_tiles = emulation.attends_by_tiles = False
     torch.set_num_threads(num_threads)

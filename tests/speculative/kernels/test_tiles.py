@@ -19,10 +19,8 @@ from speculative.kernels.bindings import Kernels, LinearStruct, ShapeStruct, Ste
 from speculative.kernels.library import cpu_kernels
 from speculative.kernels.tiles import (
     _wrong_attention,
-    _wrong_int4_products,
     _wrong_products,
     measured_attention,
-    measured_int4_rows,
     measured_tiles,
 )
 from speculative.model.attention import StepAttention
@@ -52,35 +50,25 @@ def test_denormals_count_as_zero(tiles: Kernels) -> None:
     assert torch.equal(linear(torch.full((2, 32), 1e-39)), bias.expand(2, -1))
 
 
+def test_the_emulation_comes_to_the_bits_of_the_processor(tiles: Kernels) -> None:
+    kernels = cpu_kernels()
+    assert kernels is not None
+    if not (kernels.has_tiles and kernels.permit_tiles()):
+        pytest.skip("this processor has no AMX")
+    before = kernels.by_tiles, kernels.attends_by_tiles
+    found = []
+    for one in (tiles, kernels):
+        one.by_tiles = one.attends_by_tiles = True
+        linear, _, _ = native(one, "bfloat16", 576, 96)
+        products = linear(random(70, 576) * torch.logspace(-3, 3, 70)[:, None])
+        found.append((products, attended(one, random(105, 6 + 4, 64), 6, [105])))
+    kernels.by_tiles, kernels.attends_by_tiles = before
+    assert all(torch.equal(emulated, ours) for emulated, ours in zip(*found, strict=True))
+
+
 def tile_products(kernels: Kernels) -> int:
     """Products of two tiles that were emulated so far."""
     return c_int64.in_dll(ctypes.CDLL(kernels.file), "truespec_emulated_products").value
-
-
-@pytest.mark.parametrize("num_outputs", [32, 75])
-@pytest.mark.parametrize("num_inputs", [32, 96, 1536])
-def test_four_bit_weights_come_to_the_same_bits_by_tiles(num_inputs: int, num_outputs: int, tiles: Kernels) -> None:
-    ours, _, _ = native(tiles, "w4a8", num_inputs, num_outputs)
-    rows = random(70, num_inputs + 8)[:, :num_inputs] * torch.logspace(-3, 3, 70)[:, None]
-    rows[3], rows[20, 5], rows[40, 7] = 0.0, torch.nan, torch.inf
-    for num_threads in (1, 2):
-        torch.set_num_threads(num_threads)
-        for num_rows in (0, 1, 2, 15, 16, 17, 31, 32, 33, 70):
-            tiles.int4_tile_rows = 0
-            by_avx512 = ours(rows[:num_rows])
-            tiles.int4_tile_rows = 1
-            torch.testing.assert_close(ours(rows[:num_rows]), by_avx512, rtol=0, atol=0, equal_nan=True)
-
-
-def test_four_bit_weights_are_left_to_tiles_from_a_number_of_rows_on(tiles: Kernels) -> None:
-    linear, _, _ = native(tiles, "w4a8", 64, 32)
-    found = []
-    for least, num_rows in ((0, 40), (17, 16), (17, 17), (16, 16), (1, 33)):
-        tiles.int4_tile_rows = least
-        before = tile_products(tiles)
-        linear(random(num_rows, 64))
-        found.append(tile_products(tiles) - before)
-    assert found == [0, 0, 2 * 4, 4, 3 * 4], "of two blocks and two halves each"
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -122,20 +110,16 @@ def test_attention_of_a_row_is_the_same_bits_in_any_company_on_any_number_of_thr
             assert torch.equal(attended(tiles, qkv, num_heads, chunks), alone)
 
 
-@pytest.mark.parametrize("weights", ["bfloat16", "w4a8"])
-def test_a_token_is_the_same_bits_in_any_chunk(
-    weights: str, tiles: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With all that tiles do for a form: products and attention, whose rounding differs from AVX-512's."""
+def test_a_token_is_the_same_bits_in_any_chunk(tiles: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all that tiles do: products and attention, whose rounding differs from AVX-512's."""
     monkeypatch.setattr("speculative.kernels.chosen.cpu_kernels", lambda: tiles)
     folder = write_tiny_model(tmp_path, "mistral")  # with heads of 32
-    decoder = load_decoder(folder, dtype=torch.float32, device="cpu", weights=weights)
+    decoder = load_decoder(folder, dtype=torch.float32, device="cpu", weights="bfloat16")
     ids = torch.arange(7, 47)
     tiles.by_tiles, before = False, tile_products(tiles)
     plain = hidden_states(decoder, ids, [40], cache_dtype=torch.bfloat16)
     assert tile_products(tiles) == before
     tiles.by_tiles = tiles.attends_by_tiles = True
-    tiles.int4_tile_rows = 4
     whole = hidden_states(decoder, ids, [40], cache_dtype=torch.bfloat16)
     assert decoder.kernels.model is tiles
     assert not torch.equal(plain[0], whole[0])
@@ -150,11 +134,8 @@ def test_kernels_that_round_alike_have_one_name(tiles: Kernels) -> None:
     names = set()
     for by_tiles in (False, True):
         for attends_by_tiles in (False, True):
-            tiles.by_tiles, tiles.attends_by_tiles, tiles.int4_tile_rows = by_tiles, attends_by_tiles, 0
-            name = tiles.name
-            names.add(name)
-            tiles.int4_tile_rows = 1
-            assert tiles.name == name
+            tiles.by_tiles, tiles.attends_by_tiles = by_tiles, attends_by_tiles
+            names.add(tiles.name)
     assert len(names) == 4
 
 
@@ -169,7 +150,6 @@ class Machine:
     permits: bool = True
     has_tiles: bool = True
     by_tiles: bool = False
-    int4_tile_rows: int = 0
     attends_by_tiles: bool = False
     now: float = 0.0
     measured: int = 0
@@ -179,14 +159,13 @@ class Machine:
 
     def linear(self, linear: LinearStruct, rows: Tensor) -> Tensor:
         self.measured += 1
-        by_tiles = 0 < self.int4_tile_rows <= len(rows) if linear.kind == 2 else self.by_tiles
-        self.now += self.share if by_tiles and len(rows) >= self.least_gain else 1.0
+        self.now += self.share if self.by_tiles and len(rows) >= self.least_gain else 1.0
         if linear.num_outputs > 96:
             return rows
         kernels = cpu_kernels()
         assert kernels is not None
         found = kernels.linear(linear, rows)
-        return found + by_tiles * (self.error + self.error_of_batches * (len(rows) > 1))
+        return found + self.by_tiles * (self.error + self.error_of_batches * (len(rows) > 1))
 
     def attend(
         self, shape: ShapeStruct, step: StepStruct, cache: Tensor, layer: int, heads: tuple[Tensor, ...]
@@ -210,11 +189,6 @@ class Machine:
         (measured_attention, "attends_by_tiles", Machine(error=0.1), False, "is wrong on this machine"),
         (measured_attention, "attends_by_tiles", Machine(error=torch.nan), False, "is wrong on this machine"),
         (measured_attention, "attends_by_tiles", Machine(error_of_batches=1e-5), False, "depends on the number"),
-        (measured_int4_rows, "int4_tile_rows", Machine(share=0.1), 1, "0.10 at 16"),
-        (measured_int4_rows, "int4_tile_rows", Machine(share=0.5, least_gain=32), 32, "1.00 at 16, 0.50 at 32"),
-        (measured_int4_rows, "int4_tile_rows", Machine(share=0.98), 0, "0.98 at 256"),
-        (measured_int4_rows, "int4_tile_rows", Machine(error=1e-6), 0, "are wrong on this machine"),
-        (measured_int4_rows, "int4_tile_rows", Machine(error_of_batches=1e-6), 0, "are wrong on this machine"),
     ],
 )
 def test_tiles_are_taken_where_they_are_right_and_gain_time(
@@ -227,7 +201,6 @@ def test_tiles_are_taken_where_they_are_right_and_gain_time(
 
 def test_the_emulation_passes_the_check_of_a_machine(emulation: Kernels) -> None:
     assert _wrong_products(emulation) == ""
-    assert _wrong_int4_products(emulation) == ""
     assert _wrong_attention(emulation) == ""
 
 
@@ -235,27 +208,26 @@ def test_the_choice_is_logged_and_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library, first, second = tmp_path / "kernels-1.so", Machine(least_gain=4), Machine()
-    for measured in (measured_tiles, measured_int4_rows, measured_attention):
+    for measured in (measured_tiles, measured_attention):
         in_its_time = partial(measured, clock=lambda: first.now)
         monkeypatch.setattr(kernels_library, measured.__name__, in_its_time)
     with caplog.at_level(logging.INFO):
         for machine in (first, second):
             kernels_library._set_tiles(machine, library)  # type: ignore[arg-type]
-            assert (machine.by_tiles, machine.int4_tile_rows, machine.attends_by_tiles) == (True, 4, True)
+            assert (machine.by_tiles, machine.attends_by_tiles) == (True, True)
     assert first.measured > 0 and second.measured == 0
     assert caplog.text.count("computed by AMX tiles: products by AMX tiles took") == 1
-    assert caplog.text.count("computed by AMX tiles from 4 rows on: by rows, products by AMX tiles took") == 1
     assert caplog.text.count("computed by AMX tiles: attention by AMX tiles took 0.55 of the time") == 1
 
 
-@pytest.mark.parametrize("kept", ["", "true", "[true, 4]", '[true, "4", true]', "[true, 4, null]", "[true, 4.5, true]"])
+@pytest.mark.parametrize("kept", ["", "true", "[true]", '[true, "1"]', "[true, null]", "[true, true, true]"])
 def test_of_a_kept_choice_that_was_altered_nothing_is_taken(tmp_path: Path, kept: str) -> None:
     library, machine = tmp_path / "kernels-1.so", Machine(error=0.1)
     file = kernels_library._kept_choice(library, "tiles")
     file.write_text(kept, encoding="utf-8")
     kernels_library._set_tiles(machine, library)  # type: ignore[arg-type]
-    assert (machine.by_tiles, machine.int4_tile_rows, machine.attends_by_tiles) == (False, 0, False)
-    assert json.loads(file.read_text(encoding="utf-8")) == [False, 0, False]
+    assert (machine.by_tiles, machine.attends_by_tiles) == (False, False)
+    assert json.loads(file.read_text(encoding="utf-8")) == [False, False]
 
 
 def test_a_machine_that_refuses_its_registers_is_asked_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
