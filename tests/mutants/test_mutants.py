@@ -20,7 +20,7 @@ CAUGHT_BY = {
     "F1 stale drafts near the length limit": f"{ENGINE}::test_greedy_text_is_the_plain_one[4]",
     "F5 a reused slot's last token after a handoff": f"{ENGINE}::test_block_sizes_need_not_agree",
     "F9 penalties blind to the round's own drafts": "tests/speculative/sampling/test_logits_processors.py"
-    "::test_greedy_text_is_the_same_with_drafts_and_without[bad_words]",
+    "::test_processed_logprobs_are_those_of_the_naive_distribution_at_every_position",
     "F10 logprobs of another row": f"{ENGINE}::test_served_logprobs_are_those_of_teacher_forcing",
     "F11 prompt logprobs damaged at chunk borders": "tests/speculative/test_prompt_logprobs.py"
     "::test_chunks_and_blocks_of_any_size_give_the_same",

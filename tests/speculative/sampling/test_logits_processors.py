@@ -9,16 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from speculative.engine import EngineCore
-from speculative.request import FinishReason, Request, SamplingParams
+from speculative.request import Request, SamplingParams
 from speculative.sampling.logits_processors import adjust
 from speculative.state.batch import RowContext
 from speculative.state.sequence import Sequence
 from speculative.state.token_constraint import Bools
-from tests.support.engines import NO_DRAFTS, Answer, decoder_of, naive_logits, run, tiny_engine
-from tests.support.near_ties import assert_same_up_to_near_tie
+from tests.support.engines import answer_all, decoder_of, naive_logits, tiny_engine
 
 V = 12
 EOS = (2, 9)
@@ -147,48 +144,20 @@ TOGETHER: dict[str, Any] = {
 PROMPTS = [(3, 5, 8, 3, 5, 8, 3), (21, 34, 55, 21, 34), (7, 9, 7, 9, 7, 9, 11), (1,)]
 
 
-def answers_of(engine: EngineCore, **params: Any) -> list[Answer]:
-    """Greedy answers of four prompts at once, one of them without the parameters."""
-    asked = {"max_tokens": 60, "temperature": 0.0, "ignore_eos": True, **params}
-    for index, prompt in enumerate(PROMPTS):
-        wishes = asked if index < 3 else {"max_tokens": 60, "temperature": 0.0, "ignore_eos": True}
-        engine.add(Request(str(index), prompt, SamplingParams(**wishes)))
-    answers = run(engine)
-    assert {answer.finish_reason for answer in answers.values()} <= {FinishReason.LENGTH, FinishReason.STOP}
-    return [answers[str(index)] for index in range(len(PROMPTS))]
-
-
-@pytest.mark.parametrize("params", [*PARAMETERS.values(), TOGETHER], ids=[*PARAMETERS, "together"])
-def test_greedy_text_is_the_same_with_drafts_and_without(tiny_folder: Path, params: dict[str, Any]) -> None:
-    engine = tiny_engine(tiny_folder)
-    drafted, plain = answers_of(engine, **params), answers_of(tiny_engine(tiny_folder, drafter=NO_DRAFTS), **params)
-    for index, (first, second) in enumerate(zip(drafted, plain, strict=True)):
-        asked = SamplingParams(**{"max_tokens": 60, "ignore_eos": True, **(params if index < 3 else {})})
-
-        def after(output: Tokens[int], asked: SamplingParams = asked, prompt: Tokens[int] = PROMPTS[index]) -> Tensor:
-            logits = naive_logits(decoder_of(engine), torch.tensor([[*prompt, *output]]))[0, -1]
-            return torch.tensor(naive_adjust(logits.tolist(), asked, prompt, list(output), None))
-
-        assert_same_up_to_near_tie(first.token_ids, second.token_ids, after)
-    assert sum(answer.num_drafted for answer in drafted[:3]) > 0
-    assert not any(answer.num_drafted for answer in plain)
-    untouched = answers_of(tiny_engine(tiny_folder, drafter=NO_DRAFTS))
-    assert plain[3].token_ids == untouched[3].token_ids
-    assert [a.token_ids for a in plain[:3]] != [a.token_ids for a in untouched[:3]], "the parameter did nothing"
-
-
 def test_processed_logprobs_are_those_of_the_naive_distribution_at_every_position(tiny_folder: Path) -> None:
+    """Of requests side by side: without parameters, with each alone, and with all together."""
     engine = tiny_engine(tiny_folder, logprobs_mode="processed_logprobs")
-    params = SamplingParams(**{"max_tokens": 50, "temperature": 1.0, "logprobs": 0, "ignore_eos": True, **TOGETHER})
-    for index, prompt in enumerate(PROMPTS):
-        engine.add(Request(str(index), prompt, params, index))
-    answers = run(engine)
+    asked = {"max_tokens": 50, "temperature": 0.5, "logprobs": 0, "ignore_eos": True}
+    requests = [
+        Request(str(index), PROMPTS[index % len(PROMPTS)], SamplingParams(**asked | own), index)
+        for index, own in enumerate(({}, *PARAMETERS.values(), TOGETHER))
+    ]
+    answers = answer_all(engine, requests)
+    assert all(answer.num_drafted > 0 for answer in answers.values())
     assert sum(answer.num_accepted for answer in answers.values()) > 0
-    for index, prompt in enumerate(PROMPTS):
-        said = answers[str(index)].token_ids
+    for request in requests:
+        said, prompt, params = answers[request.request_id].token_ids, request.prompt_token_ids, request.params
         logits = naive_logits(decoder_of(engine), torch.tensor([[*prompt, *said]]))[0, len(prompt) - 1 : -1]
-        expected = [
-            torch.tensor(naive_adjust(row.tolist(), params, prompt, said[:at], None)).log_softmax(-1)[said[at]].item()
-            for at, row in enumerate(logits)
-        ]
-        assert answers[str(index)].values == pytest.approx(expected, abs=1e-3)
+        adjusted = [naive_adjust(row.tolist(), params, prompt, said[:at], None) for at, row in enumerate(logits)]
+        expected = (torch.tensor(adjusted) / params.temperature).log_softmax(-1)[range(len(said)), said]
+        assert answers[request.request_id].values == pytest.approx(expected.tolist(), abs=1e-3)
