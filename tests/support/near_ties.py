@@ -8,18 +8,13 @@ NEAR_TIE = 1e-4  # nats between the two best tokens; float32 products of other s
 
 
 def assert_same_up_to_near_tie(
-    first: Sequence[int],
-    second: Sequence[int],
-    logits_after: Callable[[Sequence[int]], Tensor],
-    *,
-    near: float = NEAR_TIE,
+    first: Sequence[int], second: Sequence[int], logits_after: Callable[[Sequence[int]], Tensor]
 ) -> int | None:
     """Two greedy continuations must be equal, up to a position where the best two tokens are a near-tie.
 
     Args:
         first, second: token ids, without the prompt.
         logits_after: the model's logits [V] after the prompt and these output tokens.
-        near: how many nats make a near-tie; float32's by default.
 
     Returns:
         Where they part at a near-tie; None when they are equal.
@@ -35,5 +30,5 @@ def assert_same_up_to_near_tie(
         f"position {parting}: not the best two tokens"
     )
     gap = float(best.values[0] - best.values[1])
-    assert gap < near, f"position {parting}: {first[parting]} against {second[parting]}, {gap:.2e} nats apart"
+    assert gap < NEAR_TIE, f"position {parting}: {first[parting]} against {second[parting]}, {gap:.2e} nats apart"
     return parting
