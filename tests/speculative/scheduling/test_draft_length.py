@@ -162,19 +162,6 @@ def test_the_time_that_drafts_are_said_to_save_is_what_they_save(
     assert 1 - spent_s / plain_s == pytest.approx(saved, abs=0.06)
 
 
-@pytest.mark.parametrize("num_sequences", [1, 16])
-def test_it_drafts_nothing_where_nothing_is_accepted_and_rows_cost(num_sequences: int) -> None:
-    world = World(DynamicLength(MOST), on_cpu, [0.0] * num_sequences).run(900)
-    assert world.share(0) > 0.97
-    assert 0 < sum(map(sum, world.lengths[-600:])) <= 600 / 90 * 2 * num_sequences, "a probe now and then"
-
-
-@pytest.mark.parametrize("num_sequences", [1, 16])
-def test_it_drafts_all_it_may_where_all_is_accepted(num_sequences: int) -> None:
-    assert World(DynamicLength(MOST), on_cpu, [1.0] * num_sequences).run(600).share(MOST) > 0.97
-    assert np.mean(World(DynamicLength(MOST), free_rows, [0.5] * num_sequences).run(600).lengths[-300:]) > 3.3
-
-
 def dear_when_full(num_sequences: int, num_drafts: int, longest: int) -> float:
     """A single sequence's drafts cost next to nothing; those of a full batch as much as its tokens."""
     return 0.01 + 0.0001 * longest if num_sequences == 1 else 0.04 + 0.0025 * num_drafts

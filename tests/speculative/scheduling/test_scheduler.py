@@ -276,23 +276,6 @@ def test_the_youngest_makes_way_and_comes_back_first() -> None:
 # -- holding --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_prompt", [1, 2, 4, 5, 16, 17, 40])
-@pytest.mark.parametrize("prefill_only_after", [0, 1, 2, 3, 7])
-def test_a_request_is_held_after_so_many_tokens(num_prompt: int, prefill_only_after: int) -> None:
-    """Exactly so many, drafts or not: what is accepted past the hold would be lost to whoever counts on it."""
-    engine = markov_engine(CYCLE, max_batched_tokens=40)
-    prompt = (COUNTED * 3)[:num_prompt] if num_prompt > 1 else (3,)
-    engine.add(request("a", prompt=prompt, max_tokens=50), prefill_only_after=prefill_only_after)
-    answer = run(engine)["a"]
-    assert engine.held_ids == ("a",)
-    (sequence,) = engine.scheduler.held
-    assert sequence.num_output == len(answer.token_ids) == prefill_only_after
-    assert sequence.num_computed == len(sequence.tokens) - 1
-    assert engine.usage().num_held == 1
-    assert engine.abort("a")
-    assert_idle(engine)
-
-
 def test_a_hold_that_the_prefix_cache_has_wholly_computed_needs_no_step() -> None:
     engine = markov_engine(CYCLE)
     prompt = COUNTED[:17]  # 16 tokens to compute: four blocks
