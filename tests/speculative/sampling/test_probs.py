@@ -86,6 +86,11 @@ def test_the_distribution_is_the_naive_one_for_every_row_of_a_mixed_batch(
         assert torch.equal(alone, distribution[row]), "a neighbour changes nothing"
 
 
+def test_logits_that_nothing_is_done_to_are_not_copied(ops: VocabularyOps) -> None:
+    logits = torch.randn(2, 50)
+    assert ops.process(logits, SamplingRows.build([SamplingParams(), SamplingParams(temperature=0)], 50, CPU)) is logits
+
+
 def test_whole_numbers_are_parameters_too(ops: VocabularyOps) -> None:
     params = [SamplingParams(temperature=2, top_k=5, top_p=1, min_p=0), SamplingParams(temperature=1, min_p=1)]
     rows = SamplingRows.build(params, 8, torch.device("cpu"))
