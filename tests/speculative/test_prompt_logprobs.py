@@ -76,20 +76,15 @@ def test_chunks_and_blocks_of_any_size_give_the_same(tiny_folder: Path, num_prom
 
 
 @pytest.mark.parametrize("num_top", [0, 20])
-def test_as_many_candidates_as_asked_for(tiny_folder: Path, num_top: int) -> None:
-    engine = engine_of(tiny_folder)
-    engine.add(asking("a", TEXT[:20], num_top, logprobs=2))
+@pytest.mark.parametrize("mode", get_args(LogprobsMode))
+def test_as_many_candidates_as_asked_for_and_nothing_processes_a_prompt(
+    tiny_folder: Path, mode: str, num_top: int
+) -> None:
+    engine = engine_of(tiny_folder, logprobs_mode=mode)
+    engine.add(asking("a", TEXT[:20], num_top, logprobs=2, temperature=3.0, top_k=2, repetition_penalty=2.0))
     deltas = drain(engine)
     assert_reported_once(deltas, engine, TEXT[:20], num_top)
     assert all(len(entry.top) == 2 for delta in deltas for entry in delta.logprobs or ())
-
-
-@pytest.mark.parametrize("mode", get_args(LogprobsMode))
-def test_nothing_processes_a_prompt(tiny_folder: Path, mode: str) -> None:
-    prompt = TEXT[:20]
-    engine = engine_of(tiny_folder, logprobs_mode=mode)
-    engine.add(asking("a", prompt, temperature=3.0, top_k=2, repetition_penalty=2.0))
-    assert_reported_once(drain(engine), engine, prompt)
 
 
 @pytest.mark.parametrize("num_prompt", [16, 17, 33, 48])
