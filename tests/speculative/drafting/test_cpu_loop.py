@@ -17,16 +17,10 @@ from speculative.sampling.draft_probs import SubVocabulary
 from speculative.state.batch import Batch, Entry
 from tests.support.engines import Answer, answer_all, texts, tiny_engine
 from tests.support.tiny_heads import write_tiny_head
-from tests.support.tiny_models import write_tiny_model
 
-VOCABULARY, NUM_DRAFTS = 64, 4
+NUM_DRAFTS = 4
 
 pytestmark = pytest.mark.skipif(cpu_kernels() is None, reason="there are no CPU kernels here")
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("target") / "model", vocab_size=VOCABULARY, num_hidden_layers=4)
 
 
 @pytest.fixture(scope="module")

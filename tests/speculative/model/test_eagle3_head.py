@@ -26,21 +26,19 @@ from tests.support.tiny_models import write_tiny_model
 from tests.support.vocabulary import needs_kernels
 from tools.train_head.head import initial_head, save_head
 
-VOCAB = 64
 LAYERS = 4
 DRAFT_IDS = torch.tensor([0, 1, 2, *range(20, 49)])
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    folder = write_tiny_model(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, num_hidden_layers=LAYERS)
-    return load_decoder(folder, dtype=torch.float32, device="cpu")
+def decoder(target: Path) -> Decoder:
+    return load_decoder(target, dtype=torch.float32, device="cpu")
 
 
 @pytest.fixture
-def head(target: Decoder) -> Eagle3Head:
+def head(decoder: Decoder) -> Eagle3Head:
     """Noise on every weight, rounded to what the file keeps."""
-    head = initial_head(target, DRAFT_IDS)
+    head = initial_head(decoder, DRAFT_IDS)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in head.parameters():
@@ -55,14 +53,20 @@ def folder(head: Eagle3Head, tmp_path: Path) -> Path:
     return tmp_path / "head"
 
 
+def head_for(target: Path, folder: Path, weights: str | None) -> Eagle3Head:
+    """The head as it is loaded beside a target in bfloat16 with these weights."""
+    decoder = load_decoder(target, dtype=torch.bfloat16, device="cpu", weights=weights)
+    return load_eagle3(folder, decoder, dtype=torch.bfloat16)
+
+
 def attend(_layer: int, query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
     """Made up, so that query, key and value of each row all show in what comes out."""
     return query + (key + value).repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
 
-def test_a_saved_head_loads_as_it_was(head: Eagle3Head, folder: Path, target: Decoder) -> None:
-    loaded = load_eagle3(folder, target, dtype=torch.float32)
-    assert loaded.embedding.data_ptr() == target.embedding.data_ptr(), "the embedding is shared"
+def test_a_saved_head_loads_as_it_was(head: Eagle3Head, folder: Path, decoder: Decoder) -> None:
+    loaded = load_eagle3(folder, decoder, dtype=torch.float32)
+    assert loaded.embedding.data_ptr() == decoder.embedding.data_ptr(), "the embedding is shared"
     for (name, ours), (_, theirs) in zip(head.named_parameters(), loaded.named_parameters(), strict=True):
         assert torch.equal(ours, theirs), name
     assert not any(parameter.requires_grad for parameter in loaded.parameters())
@@ -72,11 +76,9 @@ def test_a_saved_head_loads_as_it_was(head: Eagle3Head, folder: Path, target: De
 
 @pytest.mark.parametrize("weights", [None, pytest.param("bfloat16", marks=needs_kernels)])
 def test_a_head_for_the_cpu_in_bfloat16_says_the_same(
-    tmp_path: Path, head: Eagle3Head, folder: Path, weights: str | None
+    target: Path, head: Eagle3Head, folder: Path, weights: str | None
 ) -> None:
-    model = write_tiny_model(tmp_path / "target", vocab_size=VOCAB, num_hidden_layers=LAYERS)
-    target = load_decoder(model, dtype=torch.bfloat16, device="cpu", weights=weights)
-    served = load_eagle3(folder, target, dtype=torch.bfloat16)
+    served = head_for(target, folder, weights)
     features = torch.randn(5, 3 * 64, generator=torch.Generator().manual_seed(2))
     tokens, positions = torch.arange(3, 8), torch.arange(5)
     with torch.inference_mode():
@@ -90,31 +92,26 @@ def test_a_head_for_the_cpu_in_bfloat16_says_the_same(
 
 @needs_kernels
 @pytest.mark.parametrize(("weights", "kind"), [("float32", 0), ("bfloat16", 2), ("w4a8", 2)])
-def test_a_head_has_four_bits_unless_its_target_is_exact(tmp_path: Path, folder: Path, weights: str, kind: int) -> None:
-    model = write_tiny_model(tmp_path / "target", vocab_size=VOCAB, num_hidden_layers=4)
-    target = load_decoder(model, dtype=torch.bfloat16, device="cpu", weights=weights)
-    served = load_eagle3(folder, target, dtype=torch.bfloat16)
+def test_a_head_has_four_bits_unless_its_target_is_exact(target: Path, folder: Path, weights: str, kind: int) -> None:
+    served = head_for(target, folder, weights)
     assert {linear.struct.kind for linear in served.modules() if isinstance(linear, NativeLinear)} == {kind}
 
 
 @needs_kernels
 def test_a_matrix_that_is_no_whole_number_of_groups_wide_stays_in_bfloat16(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "target", intermediate_size=40, num_hidden_layers=LAYERS)
-    target = load_decoder(model, dtype=torch.bfloat16, device="cpu", weights="bfloat16")
-    served = load_eagle3(write_tiny_head(tmp_path / "head", model), target, dtype=torch.bfloat16)
+    served = head_for(model, write_tiny_head(tmp_path / "head", model), "bfloat16")
     assert served.mlp.down_proj.struct.kind == 1 and served.mlp.gate_up_proj.struct.kind == 2
 
 
 @needs_kernels
 @pytest.mark.parametrize("norm_before_residual", [False, True])
 def test_one_call_is_the_modules_one_after_another_to_the_bit(
-    tmp_path: Path, folder: Path, norm_before_residual: bool
+    target: Path, folder: Path, norm_before_residual: bool
 ) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"norm_before_residual": norm_before_residual}))
-    model = write_tiny_model(tmp_path / "target", vocab_size=VOCAB, num_hidden_layers=4)
-    target = load_decoder(model, dtype=torch.bfloat16, device="cpu", weights="bfloat16")
-    served = load_eagle3(folder, target, dtype=torch.bfloat16, device="cpu")
+    served = head_for(target, folder, "bfloat16")
     fused, shape = served.fused, served.config.shape
     assert fused is not None
     tokens = torch.arange(3, 13)
@@ -168,12 +165,12 @@ def test_held_out_rates_that_cannot_be_are_refused(folder: Path, rates: Any) -> 
     ],
 )
 def test_weights_that_do_not_fit_are_named(
-    folder: Path, target: Decoder, change: dict[str, Any], reported: str
+    folder: Path, decoder: Decoder, change: dict[str, Any], reported: str
 ) -> None:
     tensors = {**load_file(folder / "model.safetensors"), **change}
     save_file({name: one for name, one in tensors.items() if one is not None}, folder / "model.safetensors")
     with pytest.raises(ConfigError, match=reported):
-        load_eagle3(folder, target, dtype=torch.float32)
+        load_eagle3(folder, decoder, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -188,24 +185,24 @@ def test_weights_that_do_not_fit_are_named(
     ],
 )
 def test_heads_that_do_not_fit_are_refused(
-    folder: Path, target: Decoder, change: dict[str, Any], error: type[Exception], reported: str
+    folder: Path, decoder: Decoder, change: dict[str, Any], error: type[Exception], reported: str
 ) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(error, match=reported):
-        load_eagle3(folder, target, dtype=torch.float32)
+        load_eagle3(folder, decoder, dtype=torch.float32)
 
 
-def test_only_safetensors_are_read(folder: Path, target: Decoder) -> None:
+def test_only_safetensors_are_read(folder: Path, decoder: Decoder) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(UnsupportedModel, match="pickled"):
-        load_eagle3(folder, target, dtype=torch.float32, device="cpu")
+        load_eagle3(folder, decoder, dtype=torch.float32, device="cpu")
 
 
-def test_the_features_are_those_of_vllm_by_default(head: Eagle3Head, target: Decoder) -> None:
+def test_the_features_are_those_of_vllm_by_default(head: Eagle3Head, decoder: Decoder) -> None:
     assert default_aux_layers(30) == (2, 15, 27)
     assert default_aux_layers(6) == (0, 3, 5)
     with pytest.raises(ConfigError, match="three layers"):
         default_aux_layers(2)
     config = head.config
-    assert dataclasses.replace(config, aux_layers=None).for_target(target.config) == config
+    assert dataclasses.replace(config, aux_layers=None).for_target(decoder.config) == config
