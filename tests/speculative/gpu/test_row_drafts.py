@@ -1,11 +1,7 @@
 """Sampling drafts from a drafter's logits: Triton's kernels (in Triton's interpreter) against what a draft is by
 definition."""
 
-import importlib
-import inspect
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -65,33 +61,6 @@ def test_of_tied_tokens_a_greedy_row_takes_the_first(sample: SampleDrafts) -> No
     for row, places in enumerate(([5, 9], [BLOCK - 1, BLOCK], [BLOCK + 3, 3 * BLOCK + 1])):
         given.logits[row, places] = 11.0
     assert assert_sampled(given.filtered(*FILTERS[1:]), sample).columns.tolist() == [5, BLOCK - 1, BLOCK + 3]
-
-
-@pytest.mark.parametrize(
-    ("exact", "rounded"),
-    [
-        ("tl.sum(mass.to(tl.float64), axis=0)", "tl.sum(mass, axis=0)"),
-        ("tl.where(inside, found, 0.0).to(tl.float64)", "tl.where(inside, found, 0.0)"),
-        (
-            "masses = torch.empty((num_rows, num_blocks), dtype=torch.float64",
-            "masses = torch.empty((num_rows, num_blocks)",
-        ),
-    ],
-)
-def test_masses_that_are_added_up_in_float32_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, poisoned: None, exact: str, rounded: str
-) -> None:
-    from speculative.gpu import triton_drafts
-
-    source = inspect.getsource(triton_drafts)
-    assert source.count(exact) == 1
-    (tmp_path / "faulty_drafts.py").write_text(source.replace(exact, rounded))
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "faulty_drafts", raising=False)
-    faulty = importlib.import_module("faulty_drafts")
-    faulty.BLOCK = BLOCK
-    with pytest.raises(AssertionError):
-        assert_sampled(draft_scene(9, WIDTH), faulty.triton_drafts)
 
 
 @pytest.mark.parametrize("damage", [torch.nan, torch.inf, -torch.inf])
