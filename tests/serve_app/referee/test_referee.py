@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -268,10 +269,19 @@ async def assert_impossible(court: Court, answer: Answer, why: str) -> None:
     await court.dump("*impossible*")
 
 
-async def test_an_answer_one_token_longer_than_the_longest_sequence_is_a_finding(court: Court) -> None:
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"max_model_len": 3 + NUM_TOKENS - 1}, "longer than the longest sequence"),
+        ({"params": SamplingParams(max_tokens=19)}, "it has 20 tokens, and max_tokens is 19"),
+    ],
+)
+async def test_an_answer_one_token_longer_than_it_may_be_is_a_finding(
+    court: Court, changes: dict[str, Any], why: str
+) -> None:
     """Nobody needs to be asked, and so nobody can be too obliging."""
     assert (await court.checker.check(served(0, max_model_len=3 + NUM_TOKENS))).verdict is Verdict.VERIFIED
-    await assert_impossible(court, served(1, max_model_len=3 + NUM_TOKENS - 1), "longer than the longest sequence")
+    await assert_impossible(court, served(1, **changes), why)
     assert len(court.replayer.asked) == 1
 
 

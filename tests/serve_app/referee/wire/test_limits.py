@@ -4,13 +4,11 @@ from random import Random
 
 import pytest
 
-from serve_app.referee.judge.verdicts import Verdict
 from serve_app.referee.records.records import Records
 from serve_app.referee.wire.demands import broken_limit
 from serve_app.telemetry.metrics import Metrics, Sink
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta, TokenKind
 from tests.support.front_ends import DeltaSource, observed
-from tests.support.referees import Court, served
 
 EOS = 2
 
@@ -52,16 +50,6 @@ async def test_an_answer_too_long_goes_to_the_referee_though_it_was_not_selected
     request = Request("cmpl-1-0", (1, 2), SamplingParams(max_tokens=3))
     assert [len(delta.token_ids) async for delta in source.stream([request])] == [num_tokens]
     assert ended == [found]
-
-
-async def test_whoever_made_it_is_alarmed_and_nothing_is_replayed(court: Court) -> None:
-    court.on_heartbeat("r1")
-    checked = await court.checker.check(served(params=SamplingParams(max_tokens=19)))
-    assert checked.verdict is Verdict.SUSPECT
-    assert checked.reason == "impossible: it has 20 tokens, and max_tokens is 19"
-    assert not court.replayer.asked
-    assert court.value("truespec_replay_alarms_total", alarm="impossible") == 2, "of both that made it"
-    assert [(one.alarm, one.replica) for one in court.on_heartbeat("r1").findings] == [("impossible", "r1")]
 
 
 def test_the_first_bad_word_that_ends_is_found_wherever_it_is() -> None:

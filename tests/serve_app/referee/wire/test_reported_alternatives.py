@@ -1,11 +1,10 @@
 """What a watched server reports beside the logprobs is read in the forms that servers have, and compared."""
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import pytest_asyncio
 
 from deploy.run.replayers import ReplayerOptions, make_replayer
@@ -60,37 +59,11 @@ async def sound_choice(folder: Path) -> Json:
     }
 
 
-def as_it_is(choice: Json) -> None: ...
-def scores_of_the_row_before(choice: Json) -> None:
-    scored = choice["logprobs"]["scored_logprobs"]
-    choice["logprobs"]["scored_logprobs"] = [scored[-1], *scored[:-1]]
-
-
-def other_ids_of_the_prompt(choice: Json) -> None:
-    choice["prompt_logprobs"] = [
-        place and {token if int(token) in PROMPT else str(int(token) ^ 1): one for token, one in place.items()}
-        for place in choice["prompt_logprobs"]
-    ]
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (as_it_is, "replayed"),
-        (scores_of_the_row_before, "alternatives: "),
-        (other_ids_of_the_prompt, "alternatives: prompt token 1"),
-    ],
-)
-async def test_every_number_is_compared(
-    referee: Referee, folder: Path, change: Callable[[Json], None], reason: str
-) -> None:
-    choice = await sound_choice(folder)
-    change(choice)
+async def test_every_number_is_read_and_compared(referee: Referee, folder: Path) -> None:
     body = {"prompt": PROMPT, "logprobs": 2, "prompt_logprobs": 2, "logprob_token_ids": NAMED}
-    reply = json.dumps({"id": "cmpl-1", "choices": [choice]}).encode()
+    reply = json.dumps({"id": "cmpl-1", "choices": [await sound_choice(folder)]}).encode()
     (checked,) = await referee.judge(Exchange(COMPLETIONS, json.dumps(body).encode(), reply, False, 5.0, 6.0))
-    assert checked.reason.startswith(reason)
-    assert (checked.verdict is Verdict.VERIFIED) is (change is as_it_is)
+    assert (checked.verdict, checked.reason) == (Verdict.VERIFIED, "replayed")
     found = checked.to_wire()["alternatives"]
     assert found["num_compared"] >= len(ANSWER) * (2 + len(NAMED)) + (len(PROMPT) - 1) * 2 - len(PROMPT + ANSWER)
     assert found["num_left_out"] == 0
