@@ -133,6 +133,7 @@ def test_promtool_has_nothing_to_say_about_what_the_service_exports(watched: Wat
 
 
 def test_acceptance_by_promql_is_the_engines_own(watched: Watched) -> None:
+    wait_for(lambda: len(watched.load.replies) >= 20 or watched.load.errors, "answers, if this test is the first")
     watched.load.stop()
     service, prometheus = watched.load.service, watched.prometheus
     usages = [reply["usage"] for reply in watched.load.replies]

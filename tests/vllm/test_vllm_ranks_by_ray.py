@@ -103,7 +103,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 def test_a_replica_has_its_ranks_on_two_nodes_and_answers_are_verified(service: Service) -> None:
     assert len(set(service.nodes_of_ranks())) == 2
     greedy, drawn = (service.answer(verify=True, temperature=heat).json() for heat in (0, 1))
-    assert (greedy["verdict"], drawn["verdict"]) == ("verified", "verified")
+    assert greedy["verdict"] == "verified"
+    assert drawn["verdict"] == "logprobs_only", "beside ranks that Ray places vLLM replays, which gives no distribution"
 
 
 def test_a_node_with_a_rank_dies_and_the_replica_is_replaced_on_those_that_are_left(service: Service) -> None:
