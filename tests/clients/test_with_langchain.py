@@ -1,5 +1,7 @@
 """LangChain's `ChatOpenAI`, and an agent's tools."""
 
+from functools import reduce
+from operator import add
 from typing import Any, Literal
 
 import pytest
@@ -36,9 +38,7 @@ def test_invoke_stream_and_batch_agree(chat: ChatOpenAI) -> None:
     assert "Paris" in whole.content
     parts = list(chat.stream(QUESTION, stream_usage=True))
     assert len(parts) > 2
-    joined = parts[0]
-    for part in parts[1:]:
-        joined += part
+    joined = reduce(add, parts)
     assert joined.content == whole.content
     for usage in (whole.usage_metadata, joined.usage_metadata):
         assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
@@ -69,9 +69,7 @@ def test_forced_tool(chat: ChatOpenAI) -> None:
     reply = forced.invoke([asked])
     (call,) = reply.tool_calls
     assert call["name"] == "temperature" and call["args"]["city"] in ("Oslo", "Paris")
-    streamed = None
-    for part in forced.stream([asked]):
-        streamed = part if streamed is None else streamed + part
+    streamed = reduce(add, forced.stream([asked]))
     assert [(one["name"], one["args"]) for one in streamed.tool_calls] == [(call["name"], call["args"])]
     result = temperature.invoke(call)
     assert isinstance(reply, AIMessage) and isinstance(result, ToolMessage)
@@ -84,9 +82,7 @@ def test_free_tool_choice(chat: ChatOpenAI) -> None:
     free = chat.bind_tools([temperature])
     reply = free.invoke("How warm is it in Oslo?")
     assert reply.content or reply.tool_calls
-    streamed = None
-    for part in free.stream("How warm is it in Oslo?"):
-        streamed = part if streamed is None else streamed + part
+    streamed = reduce(add, free.stream("How warm is it in Oslo?"))
     assert streamed.content == reply.content
     assert [one["args"] for one in streamed.tool_calls] == [one["args"] for one in reply.tool_calls]
 

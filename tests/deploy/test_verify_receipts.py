@@ -46,14 +46,11 @@ def read_receipts(text: str) -> list[Receipt]:
     return [read_receipt(one) for one in receipts_in(text)[0]]
 
 
-def verify(
+async def verify(
     receipt: Receipt, folder: Path, engine: EngineName, key: PublicKey | None = None, precision: str = ""
 ) -> ReceiptVerdict:
-    async def check() -> ReceiptVerdict:
-        async with Verifier(folder, engine, receipt.num_tokens, key, precision) as verifier:
-            return await verifier.check(receipt)
-
-    return asyncio.run(check())
+    async with Verifier(folder, engine, receipt.num_tokens, key, precision) as verifier:
+        return await verifier.check(receipt)
 
 
 ENGINES: tuple[EngineName, ...] = ("torch", "transformers")
@@ -126,7 +123,7 @@ async def test_sound_receipts_verify(folder: Path, other: Path, verifier: str, s
     for receipt in made:
         assert {one.verifier for one in receipt.rounds} == {verifier}
         for engine in ENGINES:
-            found = await asyncio.to_thread(verify, receipt, folder, engine)
+            found = await verify(receipt, folder, engine)
             assert not found.reason, found
             assert found.draws.num_checked + len(receipt.claimed_draws) >= 0.9 * len(receipt.token_ids)
             assert bool(receipt.claimed_draws) == bool(found.open)
@@ -138,7 +135,7 @@ async def test_a_bfloat16_answer_verifies_in_float32(folder: Path, logprobs: int
     async with service(folder, dtype="bfloat16") as client:
         reply = await ask(client, **BODY | {"max_tokens": 100, "temperature": 1.0, "logprobs": logprobs})
     for engine in ENGINES:
-        found = await asyncio.to_thread(verify, *read_receipts(json.dumps(reply)), folder, engine)
+        found = await verify(*read_receipts(json.dumps(reply)), folder, engine)
         assert not found.reason, found
         assert (found.tolerance_nats, found.tolerance) == (0.5, "for bfloat16")
         assert (found.tme is None) == (logprobs is None)
@@ -151,11 +148,11 @@ async def test_rounded_weights_are_checked_as_they_were_rounded(folder: Path) ->
         reply = await ask(client, **BODY)
     (receipt,) = read_receipts(json.dumps(reply))
     assert (receipt.weights, receipt.quantization) == ("w4a8", "w4a8")
-    refused = await asyncio.to_thread(verify, receipt, folder, "torch")
+    refused = await verify(receipt, folder, "torch")
     assert "computed in w4a8, and bfloat16 is the coarsest" in refused.reason
-    found = await asyncio.to_thread(verify, receipt, folder, "torch", None, "w4a8")
+    found = await verify(receipt, folder, "torch", None, "w4a8")
     assert not found.reason and found.replayed_by == "truespec with w4a8 weights"
-    independent = await asyncio.to_thread(verify, receipt, folder, "transformers", None, "w4a8")
+    independent = await verify(receipt, folder, "transformers", None, "w4a8")
     assert not independent.reason and independent.replayed_by == "transformers in float32 with w4a8 weights"
     assert (found.tolerance, independent.tolerance) == ("for w4a8", "for w4a8")
 
@@ -181,7 +178,7 @@ async def test_each_choice_of_each_prompt_has_its_receipt(folder: Path, stream: 
         assert [token for choice in own for token in choice["token_ids"]] == list(receipt.token_ids)
         assert list(receipt.prompt_token_ids) == own[0]["prompt_token_ids"]
         assert receipt.logprobs is None and receipt.num_delivered == len(receipt.token_ids)
-        assert not (await asyncio.to_thread(verify, receipt, folder, "torch")).reason
+        assert not (await verify(receipt, folder, "torch")).reason
 
 
 async def test_a_chat_that_a_stop_string_ends_within_a_round(folder: Path) -> None:
@@ -198,7 +195,7 @@ async def test_a_chat_that_a_stop_string_ends_within_a_round(folder: Path) -> No
     assert (receipt.ending.finish_reason, receipt.ending.stop_strings) == ("stop", ())
     assert (cut.ending.finish_reason, cut.ending.stop_strings) == ("stop", (text[20:24],))
     for one in (receipt, cut):
-        assert not (await asyncio.to_thread(verify, one, folder, "torch")).reason
+        assert not (await verify(one, folder, "torch")).reason
     for changes, reported in (
         ({"num_delivered": cut.num_delivered - 1}, "tokens were delivered, and the stop string"),
         ({"ending": dataclasses.replace(cut.ending, stop_strings=())}, "can only be 'length'"),
@@ -206,7 +203,7 @@ async def test_a_chat_that_a_stop_string_ends_within_a_round(folder: Path) -> No
         ({"token_ids": receipt.token_ids, "token_kinds": receipt.token_kinds, "rounds": receipt.rounds}, "follow"),
     ):
         forged = dataclasses.replace(cut, **changes)
-        assert reported in (await asyncio.to_thread(verify, forged, folder, "torch")).reason
+        assert reported in (await verify(forged, folder, "torch")).reason
 
 
 @pytest.mark.parametrize("asked", [{"stop_token_ids": [77, 78, 79]}, {"ignore_eos": False, "logit_bias": {"2": 20.0}}])
@@ -217,11 +214,11 @@ async def test_an_answer_that_a_token_ends_is_whole(folder: Path, asked: dict[st
         reply = await ask(client, **BODY | rules | asked | {"temperature": 3.0})
     (receipt,) = read_receipts(json.dumps(reply))
     assert receipt.ending.finish_reason == "stop" and len(receipt.token_ids) > 5
-    found = await asyncio.to_thread(verify, receipt, folder, "torch")
+    found = await verify(receipt, folder, "torch")
     assert not found.reason, found.reason
     endless = dataclasses.replace(receipt.params, ignore_eos=True, stop_token_ids=())
     forged = dataclasses.replace(receipt, params=endless)
-    assert "can only be 'length'" in (await asyncio.to_thread(verify, forged, folder, "torch")).reason
+    assert "can only be 'length'" in (await verify(forged, folder, "torch")).reason
 
 
 async def test_an_engine_without_rounds_refuses(folder: Path) -> None:
@@ -598,22 +595,22 @@ def test_whatever_else_is_changed_is_refused(folder: Path, other: Path, verifier
     assert {name for name, one in zip(names, found, strict=True) if not one.reason} <= OPEN
 
 
-def test_any_field_is_under_the_signature(sound: dict[str, Any], folder: Path, key_file: Path) -> None:
+async def test_any_field_is_under_the_signature(sound: dict[str, Any], folder: Path, key_file: Path) -> None:
     key = PublicKey.from_file(public_key(key_file))
     damaged = sound["signature"] | {"value": base64.b64encode(b"x" * 64).decode()}
     for change in ({"created": 1}, {"num_delivered": 3}, {"truespec": "9"}, {"seed": "9"}, {"signature": damaged}):
-        assert "signature" in verify(*read_receipts(json.dumps(sound | change)), folder, "torch", key).reason
+        assert "signature" in (await verify(*read_receipts(json.dumps(sound | change)), folder, "torch", key)).reason
     (unsigned,) = read_receipts(json.dumps(sound | {"signature": None}))
-    assert verify(unsigned, folder, "torch", key).reason == "it is not signed"
-    assert not verify(unsigned, folder, "torch").reason
+    assert (await verify(unsigned, folder, "torch", key)).reason == "it is not signed"
+    assert not (await verify(unsigned, folder, "torch")).reason
     reordered = json.dumps(dict(reversed(sound.items())), indent=3)
-    assert not verify(*read_receipts(reordered), folder, "torch", key).reason
+    assert not (await verify(*read_receipts(reordered), folder, "torch", key)).reason
 
 
-def test_other_weights_or_engines_do_not_verify(sound: dict[str, Any], folder: Path, other: Path) -> None:
-    assert "fingerprint" in verify(*read_receipts(json.dumps(sound)), other, "torch").reason
+async def test_other_weights_or_engines_do_not_verify(sound: dict[str, Any], folder: Path, other: Path) -> None:
+    assert "fingerprint" in (await verify(*read_receipts(json.dumps(sound)), other, "torch")).reason
     (receipt,) = read_receipts(json.dumps(forged(sound, verified_by("vllm"))))
-    assert "vLLM's answers have no receipts" in verify(receipt, folder, "torch").reason
+    assert "vLLM's answers have no receipts" in (await verify(receipt, folder, "torch")).reason
 
 
 @pytest.mark.parametrize(

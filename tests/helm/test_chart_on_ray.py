@@ -1,7 +1,6 @@
 """The chart's CPU example as a cluster runs it: its Serve config put to a real Ray, its smoke script against that."""
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,11 +8,11 @@ import httpx
 import pytest
 
 from speculative.model.catalogue import fetch_model
+from tests.helm.test_smoke import smoke
 from tests.support.chart import EXAMPLES, Object, one, pod_templates, serve_config, template
 from tests.support.ray_head import RayHead, ray_head
 from tests.support.waiting import wait_for
 from tools.chaos.sockets import free_ports
-from tools.chart import CHART
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1500)]
 
@@ -62,14 +61,9 @@ def put(head: RayHead, config: dict[str, Any]) -> bool:
     return reply.is_success
 
 
-def smoke(url: str, timeout_s: int) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(CHART / "files" / "smoke.py"), url, str(timeout_s)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 def test_the_cpu_example_serves_and_the_smoke_script_passes(head: RayHead, objects: list[Object], port: int) -> None:
     url = f"http://127.0.0.1:{port}"
-    assert smoke(url, 1).returncode != 0, "nobody is there yet"
+    assert smoke(url, seconds="1").returncode != 0, "nobody is there yet"
     for group in one(objects, "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]:
         (fetch,) = group["template"]["spec"]["initContainers"]
         for name in fetch["args"]:
@@ -79,7 +73,7 @@ def test_the_cpu_example_serves_and_the_smoke_script_passes(head: RayHead, objec
     found = application(head)
     assert found["status"] == "RUNNING", found["message"]
     assert set(found["deployments"]) == {"PrefillServer", "DecodeServer", "Controller"}
-    done = smoke(url, 300)
+    done = smoke(url, seconds="300")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("ok: ") == 6
     assert drain(head, objects) == "", "Ray accepts that the node is drained"

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.chart import MINIMAL, merged
 from tests.support.fake_api_server import running_api_server
-from tests.support.runbook_shell import commands, run
+from tests.support.runbook_shell import commands, run, with_kubectl
 from tools.chart import CHART, run_helm
 
 pytestmark = pytest.mark.slow
@@ -49,15 +49,11 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[st
 
 
 def test_commands_for_the_head_reach_both_clusters_of_an_upgrade(tmp_path: Path) -> None:
-    kubectl = tmp_path / "kubectl"
     pods = r"pod/old-head\npod/new-head\n"
-    kubectl.write_text(
-        f"""#!/bin/bash
+    script = f"""#!/bin/bash
 case "$*" in *" get pods "*) printf '{pods}' ;; *exec*) echo "$4" ;; esac
 """
-    )
-    kubectl.chmod(0o755)
-    environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    environment = with_kubectl(tmp_path, script)
     assert run("in_head serve status", None, {}, environment).split() == ["pod/old-head", "pod/new-head"]
 
 

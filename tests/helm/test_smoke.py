@@ -39,7 +39,7 @@ def service(models: list[str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 def smoke(*urls: str, script: str = "smoke.py", seconds: str = "20") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(CHART / "files" / script), *urls, seconds]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
 
 
 def test_a_service_with_adapters_passes_and_its_model_is_asked() -> None:

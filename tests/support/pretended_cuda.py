@@ -40,7 +40,7 @@ from speculative.gpu.graph_step import GraphStep
 from speculative.gpu.operators import CapturedVocabularyOps, GraphOperators
 from speculative.gpu.packed_attention import PackedRows, SendPacked
 from speculative.gpu.paged_attention import AttendPaged, AttentionSizes, PagedRows
-from speculative.gpu.row_drafts import DraftBuffers, DraftFields
+from speculative.gpu.row_drafts import DraftBuffers
 from speculative.gpu.row_edits import EditFields
 from speculative.gpu.row_judge import Layout, RowFields, RowJudge, SampledFrom
 from speculative.kernels.chosen import ChosenKernels
@@ -337,17 +337,10 @@ class PretendedCuda(TorchFunctionMode):
         given = (query, keys, values, rows, scores)
         return self.kernels(TritonAttendPacked(), attend_packed, *given)  # type: ignore[no-any-return]
 
-    def _sample_drafts(
-        self,
-        logits: Tensor,
-        fields: DraftFields,
-        offset: int,
-        ids: Tensor | None,
-        vocab_size: int,
-        drafts: DraftBuffers,
-    ) -> None:
+    def _sample_drafts(self, *given: Any) -> None:
         from speculative.gpu.triton_drafts import triton_drafts
 
+        logits, fields, offset, _, _, drafts = given
         assert all(tensor.is_contiguous() for tensor in (*fields, *drafts))
         assert fields.uniforms.shape == fields.noise_positions.shape == (len(fields.uniforms), len(logits))
         dtypes = dict.fromkeys(("top_k", "seeds", "noise_positions"), torch.int64) | {"uniforms": torch.float64}
@@ -361,7 +354,7 @@ class PretendedCuda(TorchFunctionMode):
             TorchDrafts(CapturedVocabularyOps(torch_floors))(*given)
             return given[-1]  # type: ignore[no-any-return]
 
-        self.kernels(triton_drafts, write, logits, fields, offset, ids, vocab_size, drafts)
+        self.kernels(triton_drafts, write, *given)
 
     def _edit_logits(self, logits: Tensor, rows: RowFields, edits: EditFields, max_drafts: int) -> Tensor:
         from speculative.gpu.triton_edits import triton_edit

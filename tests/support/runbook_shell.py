@@ -29,6 +29,14 @@ def commands(*begin: str) -> list[str]:
     return [command for command in found if command.startswith(begin)]
 
 
+def with_kubectl(folder: Path, script: str) -> dict[str, str]:
+    """The environment of a shell for which a script in a folder is kubectl."""
+    kubectl = folder / "kubectl"
+    kubectl.write_text(script, encoding="utf-8")
+    kubectl.chmod(0o755)
+    return os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+
+
 def run(
     command: str, folder: Path | None, values: Mapping[str, str], environment: Mapping[str, str] = os.environ
 ) -> str:
@@ -42,16 +50,11 @@ def run(
     for name in ("curl", "jq"):
         if shutil.which(name) is None:
             pytest.skip(f"{name} is not installed")
+    inside = environment if folder is None else with_kubectl(folder, _KUBECTL)
     setup = SETUP
     for name, value in values.items():
         setup, times = re.subn(rf"(?m)(^|(?<= )){name}=\S*", lambda _, text=f"{name}={value}": text, setup)
         assert times == 1, name
-    inside = dict(environment)
-    if folder is not None:
-        kubectl = folder / "kubectl"
-        kubectl.write_text(_KUBECTL, encoding="utf-8")
-        kubectl.chmod(0o755)
-        inside["PATH"] = f"{folder}:{environment['PATH']}"
     script = f"set -euo pipefail\n{setup}\n{command}\n"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=inside, check=False, timeout=300)
     assert done.returncode == 0 and not done.stderr, f"{command}\n{done.stdout}{done.stderr}"

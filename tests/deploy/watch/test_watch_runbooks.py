@@ -1,14 +1,13 @@
 """What the runbooks have one type about a watched server: on a referee's report, and on logs of its pods."""
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.fake_http import QuietHandler, serving
-from tests.support.runbook_shell import commands, run
+from tests.support.runbook_shell import commands, run, with_kubectl
 
 REPORT = {
     "requests": {"captured": 3},
@@ -43,15 +42,13 @@ def test_the_commands_on_the_report_run(command: str, url: str, tmp_path: Path) 
 @pytest.mark.parametrize("command", commands("watch_logged"))
 def test_the_commands_on_logs_show_the_lines_that_match(command: str, tmp_path: Path) -> None:
     container = command.split()[1]
-    kubectl = tmp_path / "kubectl"
     lines = [
         "replay of cmpl-1 failed: out of memory",
         "The referee at http://r cannot be reached (ClientError); trying again.",
         "the referee missed the change (seed) made to cmpl-1, replayed by p: its verdict was verified",
         "The server refuses return_token_ids; asking for less (dialect vllm).",
     ]
-    kubectl.write_text(
-        f"""#!/bin/bash
+    script = f"""#!/bin/bash
 case " $* " in
   *" get rayservice "*) ;;
   *" -n demo logs -l app.kubernetes.io/instance=demo,app.kubernetes.io/component in (watch,watch-{container}) "*)
@@ -59,8 +56,6 @@ case " $* " in
   *) exit 1 ;;
 esac
 """
-    )
-    kubectl.chmod(0o755)
-    inside = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    inside = with_kubectl(tmp_path, script)
     shown = run(command, None, {"NAMESPACE": "demo", "RELEASE": "demo"}, inside).splitlines()
     assert shown and "quiet" not in shown and set(shown) <= set(lines)
