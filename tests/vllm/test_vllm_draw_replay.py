@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -15,7 +16,6 @@ from serve_app.referee.records.records import Record
 from speculative.config import DrafterConfig
 from speculative.request import Request, SamplingParams
 from speculative.selfcheck.replayed_draws import DrawCheck
-from tests.support.tiny_models import write_tiny_model
 from tests.support.vllm_engines import CONFIG as IN_CHUNKS
 from tests.support.vllm_engines import vllm
 from tests.support.vllm_installed import NEEDS_VLLM
@@ -36,10 +36,7 @@ PARAMS = {
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def backend(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmBackend]:
-    folder = write_tiny_model(
-        tmp_path_factory.mktemp("vllm") / "m", vocab_size=512, hidden_size=128, head_dim=32, tokenizer=True
-    )
+async def backend(folder: Path) -> AsyncIterator[VllmBackend]:
     ours = TorchBackend(str(folder), "tiny", replace(CONFIG, kv_cache_tokens=4096, drafter=DrafterConfig(kind="none")))
     async with vllm(folder, config=CONFIG, ours=ours) as started:
         yield started

@@ -93,16 +93,6 @@ async def test_the_longest_sequence_ends_by_length_and_is_replayed_whole(
     assert list(replayed.logprobs) == pytest.approx(served, abs=1e-4)
 
 
-async def test_a_seed_names_the_text_of_a_prompt_in_chunks_too(backend: VllmBackend) -> None:
-    """Behind each chunk vLLM samples a token for nobody; none of that may move the request's own numbers."""
-    prompt, hot = (PROMPT * 10)[:190], SamplingParams(max_tokens=24, temperature=1, ignore_eos=True)
-    backend.invalidate_cache()
-    in_chunks = tokens(await collect(backend.generate(Request("chunks", prompt, hot, seed=3))))
-    at_once = tokens(await collect(backend.generate(Request("cached", prompt, hot, seed=3))))
-    assert in_chunks == at_once
-    assert in_chunks != tokens(await collect(backend.generate(Request("other", prompt, hot, seed=4))))
-
-
 async def test_an_answer_keeps_its_form(backend: VllmBackend) -> None:
     params = SamplingParams(max_tokens=40, temperature=1, structure=Structure("regex", "[ab]{3}"))
     deltas = await collect(backend.generate(Request("r", PROMPT, params)))

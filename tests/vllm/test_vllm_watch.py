@@ -2,8 +2,6 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ from serve_app.backends.vllm_parts import settings
 from speculative.config import DrafterConfig
 from speculative.request import Request, SamplingParams
 from tests.support.backend_conformance import collect
-from tests.support.tiny_models import write_tiny_model
 from tests.support.vllm_engines import CONFIG as IN_CHUNKS
 from tests.support.vllm_engines import vllm
 from tests.support.vllm_installed import NEEDS_VLLM
@@ -27,13 +24,13 @@ HOT = SamplingParams(max_tokens=120, temperature=0.5, ignore_eos=True)
 
 
 @pytest.mark.parametrize("kept_away", [True, False])
-async def test_what_is_sampled_is_checked(kept_away: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_sampled_is_checked(kept_away: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU build verifies sampled drafts against a wrong temperature: a p as good as any to draw from.
 
     Kept away from that, it drafts nothing for them, and each token is sampled alone.
     """
     monkeypatch.setattr(settings, "faults_of", lambda *, cpu: settings.Faults(kept_away and cpu, chunked_seeds=cpu))
-    async with started(tmp_path) as backend:
+    async with vllm(folder, config=CONFIG, self_check_sample_rate=1.0) as backend:
         await answered(backend, HOT)
         states, stats = backend.self_checks(), backend.take_stats()
     terms = {state.check: state.num for state in states}
@@ -46,21 +43,14 @@ async def test_what_is_sampled_is_checked(kept_away: bool, tmp_path: Path, monke
         assert stats.num_drafted > 100 and terms["r"] > 10
 
 
-async def test_greedy_answers_are_found_right_and_their_drafts_expected(tmp_path: Path) -> None:
-    async with started(tmp_path) as backend:
+async def test_greedy_answers_are_found_right_and_their_drafts_expected(folder: Path) -> None:
+    async with vllm(folder, config=CONFIG, self_check_sample_rate=1.0) as backend:
         await answered(backend, dataclasses.replace(HOT, temperature=0.0))
         stats = backend.take_stats()
     assert not stats.violations and not stats.alarms
     assert stats.num_accepted > 5
     assert stats.num_accepted == stats.expected_accepted
     assert stats.num_accepted <= stats.achievable_accepted <= stats.num_accepted + 3 * len(PROMPTS), "some end early"
-
-
-@asynccontextmanager
-async def started(scratch: Path) -> AsyncIterator[VllmBackend]:
-    folder = write_tiny_model(scratch / "m", vocab_size=512, hidden_size=128, head_dim=32, tokenizer=True)
-    async with vllm(folder, config=CONFIG, self_check_sample_rate=1.0) as backend:
-        yield backend
 
 
 async def answered(backend: VllmBackend, params: SamplingParams) -> None:
