@@ -38,7 +38,7 @@ from serve_app.referee.judge.detectors import Alarm
 from serve_app.referee.judge.judgement import Judge
 from serve_app.referee.judge.strata import SERVED_STRATA
 from serve_app.referee.judge.tolerance import ServiceTolerances, Tolerance
-from serve_app.referee.judge.verdicts import Checked
+from serve_app.referee.judge.verdicts import Checked, VerdictBook
 from serve_app.referee.records.coverage import Coverage
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from serve_app.telemetry.tracing import Carried, adopt, carried
@@ -70,7 +70,7 @@ class Controller:
         self._counts = counts = RefereeCounts(metrics, SERVED_STRATA)
         folder = None if config.dumps.folder is None else Path(config.dumps.folder)
         dumps = DumpFolder(folder, config.dumps.max_files, config.dumps.max_mib * 2**20)
-        book = ReplicaBook(tolerances, dumps, config.replay.keep_verdicts, alarmed=counts.alarmed)
+        book = ReplicaBook(tolerances, dumps, VerdictBook(config.replay.keep_verdicts), alarmed=counts.alarmed)
 
         def accuse(replica: str, alarm: str) -> None:  # of what no answer shows: it trips no breaker
             found = Alarm(alarm, "all", time.time())

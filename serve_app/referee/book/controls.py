@@ -3,8 +3,10 @@
 import asyncio
 import dataclasses
 import logging
+import math
 import uuid
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal, get_args
 
 from serve_app.referee.book.replay_checker import Replay, comparable, impossible
@@ -31,6 +33,7 @@ _LEAST_PLACES = 4  # of numbers beside the tokens' own: a replay may know nothin
 _LEAST_TEMPERATURE = 0.7  # below it an answer is more likely than its logprobs say
 
 
+@dataclass(slots=True)
 class Controls:
     """Has verified answers judged again with a change that no sound referee overlooks, each kind of change in turn.
 
@@ -43,37 +46,25 @@ class Controls:
     `token` and `seed` are found only by what the replay says of each token's distribution. Where rules change the
     logits, some engines do not say it; so these controls are answers without rules, and begin when replays do say it of
     such answers, greedy ones and others for themselves. Nothing of a control is counted as a client's answer.
-
-    Args:
-        replay: recomputes a request.
-        judge: the referee's own.
-        every: how many verified answers there are to a control.
-        ended: called with the change, and whether it was found.
     """
 
-    def __init__(
-        self,
-        replay: Replay,
-        judge: Judging,
-        *,
-        every: int = _EVERY,
-        ended: Callable[[ControlChange, ControlResult], None] = lambda change, result: None,
-    ) -> None:
-        self._replay = replay
-        self._judge = judge
-        self._every = every
-        self._ended = ended
-        self._since = every - 1  # so that the first answer becomes a control
-        self._turn = 0
-        self._with_rows: set[bool] = set()  # whether those answers are greedy of which replays give distributions
-        self._next: asyncio.Queue[tuple[ControlChange, Answer]] = asyncio.Queue(1)
+    replay: Replay  # recomputes a request
+    judge: Judging  # the referee's own
+    _: KW_ONLY
+    every: int = _EVERY  # how many verified answers there are to a control
+    ended: Callable[[ControlChange, ControlResult], None] = lambda change, result: None  # whether each was found
+    _since: float = math.inf  # verified answers; so that the first becomes a control
+    _turn: int = 0
+    # whether those answers are greedy of which replays give distributions
+    _with_rows: set[bool] = field(default_factory=set)
+    _next: asyncio.Queue[tuple[ControlChange, Answer]] = field(default_factory=lambda: asyncio.Queue(1))
 
     def offer(self, answer: Answer, checked: Checked) -> None:
         """Take a verified answer as a control if one is due; returns at once."""
         if checked.distribution is not Distribution.UNTESTED and _is_plain(answer):
             self._with_rows.add(answer.request.params.greedy)
         self._since += 1
-        if self._since < self._every or self._next.full():
+        if self._since < self.every or self._next.full():
             return
         for turn in range(self._turn, self._turn + len(CONTROL_CHANGES)):
             change = CONTROL_CHANGES[turn % len(CONTROL_CHANGES)]
@@ -89,17 +80,17 @@ class Controls:
             change, spoiled = await self._next.get()
             result = await self._result(change, spoiled)
             if result is not None:
-                self._ended(change, result)
+                self.ended(change, result)
 
     async def _result(self, change: ControlChange, spoiled: Answer) -> ControlResult | None:
         """None where the weights have changed since."""
         if change == "limit":
             return "found" if impossible(spoiled) else self._missed(change, spoiled, Verdict.VERIFIED, "no replay")
         try:
-            replayed = await self._replay(spoiled.scored(f"control-{uuid.uuid4().hex}"), ())
+            replayed = await self.replay(spoiled.scored(f"control-{uuid.uuid4().hex}"), ())
             if (own := comparable(spoiled, replayed)) is None:
                 return None
-            verdict = self._judge(*own).checked.verdict
+            verdict = self.judge(*own).checked.verdict
         except Exception as error:  # a replica died, or was too busy: that says nothing of the judge
             _logger.info("a control could not be replayed: %s", error)
             return "failed"

@@ -11,6 +11,7 @@ import os
 import re
 import threading
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,46 +19,40 @@ _logger = logging.getLogger("truespec.dumps")
 _PREFIX = "truespec-"
 
 
+@dataclass(slots=True)
 class DumpFolder:
-    """Writes dumps into a folder, and removes its own oldest ones where they become too many or too large.
+    """Writes dumps into a folder, and removes its own oldest ones where they become too many or too large."""
 
-    Args:
-        folder: is made when first needed; None = nothing is written.
-        max_files: dumps kept.
-        max_bytes: of all dumps together; one that is larger by itself is not written.
-    """
-
-    def __init__(self, folder: Path | None, max_files: int, max_bytes: int) -> None:
-        self._folder = folder
-        self._max_files = max_files
-        self._max_bytes = max_bytes
-        self._number = 0
-        self._lock = threading.Lock()
+    folder: Path | None  # is made when first needed; None = nothing is written
+    max_files: int  # dumps kept
+    max_bytes: int  # of all dumps together; one that is larger by itself is not written
+    _number: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def enabled(self) -> bool:
         """Return whether anything is ever written."""
-        return self._folder is not None
+        return self.folder is not None
 
     def write(self, reason: str, content: dict[str, Any]) -> Path | None:
         """Write one dump; None where there is no folder, no room or no way. Blocks on the disk."""
-        if self._folder is None:
+        if self.folder is None:
             return None
         text = json.dumps(_plain(content), separators=(",", ":"), default=str, allow_nan=False)
-        if len(text) > self._max_bytes:
+        if len(text) > self.max_bytes:
             _logger.warning("a dump of %d bytes (%s) exceeds the limit for all dumps", len(text), reason)
             return None
         try:
             with self._lock:
-                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                dumps = sorted(self._folder.glob(f"{_PREFIX}*.json"))
+                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                dumps = sorted(self.folder.glob(f"{_PREFIX}*.json"))
                 sizes = [path.stat().st_size for path in dumps]
-                while dumps and (len(dumps) >= self._max_files or sum(sizes) + len(text) > self._max_bytes):
+                while dumps and (len(dumps) >= self.max_files or sum(sizes) + len(text) > self.max_bytes):
                     dumps.pop(0).unlink()
                     sizes.pop(0)
                 self._number += 1
                 stamp, why = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()), re.sub("[^a-z0-9_]+", "-", reason.lower())
-                path = self._folder / f"{_PREFIX}{stamp}-{self._number:06d}-{why[:60]}.json"
+                path = self.folder / f"{_PREFIX}{stamp}-{self._number:06d}-{why[:60]}.json"
                 part = path.with_suffix(".part")  # nobody reads half a dump
                 try:
                     part.touch(mode=0o600)

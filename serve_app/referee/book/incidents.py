@@ -3,7 +3,7 @@
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from serve_app.referee.judge.detectors import Alarm
@@ -29,16 +29,12 @@ class Incident:
     side: Side = ""  # to which replays found a mean shifted; "" = to both, or to none
 
 
+@dataclass(slots=True)
 class IncidentLog:
-    """The latest of them; what is found again is counted, so that one fault does not push out the others.
+    """The latest of them; what is found again is counted, so that one fault does not push out the others."""
 
-    Args:
-        clock: unix seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._known: OrderedDict[tuple[str, ...], Incident] = OrderedDict()  # the latest last
+    clock: Callable[[], float]  # unix seconds
+    _known: OrderedDict[tuple[str, ...], Incident] = field(default_factory=OrderedDict)  # the latest last
 
     def note(
         self,
@@ -53,7 +49,7 @@ class IncidentLog:
     ) -> None:
         """Something was found wrong, by an alarm of replays or otherwise; `at` = now."""
         key = (kind, name, replica)
-        at = self._clock() if at is None else at
+        at = self.clock() if at is None else at
         first_at, before = at, self._known.pop(key, None)
         strata: tuple[str, ...] = () if alarm is None else (alarm.stratum,)
         side: Side = "" if alarm is None else alarm.side

@@ -12,6 +12,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal, Protocol
 
 from serve_app.backends.base import Numerics, Replayed
@@ -62,58 +63,51 @@ class Replayer(Protocol):
         ...
 
 
+_Shape = tuple[Numerics, Literal["length", "border", "rows"], int, int]
+"""What kernels may do wrongly by: the engine; what is counted; and two numbers, by that."""
+
+
+@dataclass(slots=True)
 class IndependentChecks:
     """Checks a share of the answers that the engine's own replay has verified, one after another.
 
     A fault of the model code is every replica's, and speculation is not its cause: it makes answers suspect, and is
     counted for the alert, but trips no breaker. Evidence is gathered over all replicas.
 
-    Args:
-        replayer: independent of the engine; it raises ConfigError where it lacks the weights.
-        tolerances: between the engine and the referee.
-        book: is given the answers that were found wrong.
-        rate: the share of answers. Unless it is 0, an answer of a shape that was not checked yet is checked as well,
-            as long as no other waits, in a fortieth of the time: of those offered meanwhile the one with most to tell.
-        ended: called at the end of each check.
-        clock: seconds.
+    rate: the share of answers. Unless it is 0, an answer of a shape that was not checked yet is checked as well, as
+        long as no other waits, in a fortieth of the time: of those offered meanwhile the one with most to tell.
     """
 
-    def __init__(
-        self,
-        replayer: Replayer,
-        tolerances: Tolerances,
-        book: ReplicaBook,
-        *,
-        rate: float,
-        ended: Callable[[IndependentResult], None] = lambda result: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._replayer = replayer
-        self._judge = Judge(tolerances)  # its own: the other has seen these seeds, and takes none for new again
-        self._tolerances = tolerances
-        self._evidence: dict[Tolerance, tuple[ReplicaWatch, RareTest]] = {}
-        self._book = book
-        self._rate = rate
-        self._ended = ended
-        self._clock = clock
-        self._queue: asyncio.Queue[Answer] = asyncio.Queue(_MAX_QUEUE)
-        self._shapes: set[_Shape] = set()  # that were checked, or are about to be
-        self._wanted: Answer | None = None  # the one with the most new shapes since a shape was last checked
-        self._able = True  # to replay, at its last check; if it lacks the weights, a share of the answers tries again
-        self._rests_until = -math.inf  # by the clock; before it, no shape is due
-        self._unsupported = ""  # the last reason, logged once
+    replayer: Replayer  # independent of the engine; it raises ConfigError where it lacks the weights
+    tolerances: Tolerances  # between the engine and the referee
+    book: ReplicaBook  # is given the answers that were found wrong
+    _: KW_ONLY
+    rate: float
+    ended: Callable[[IndependentResult], None] = lambda result: None  # called at the end of each check
+    clock: Callable[[], float] = time.monotonic  # seconds
+    _judge: Judge = field(init=False)  # its own: the other has seen these seeds, and takes none for new again
+    _evidence: dict[Tolerance, tuple[ReplicaWatch, RareTest]] = field(default_factory=dict)
+    _queue: asyncio.Queue[Answer] = field(default_factory=lambda: asyncio.Queue(_MAX_QUEUE))
+    _shapes: set[_Shape] = field(default_factory=set)  # that were checked, or are about to be
+    _wanted: Answer | None = None  # the one with the most new shapes since a shape was last checked
+    _able: bool = True  # to replay, at its last check; if it lacks the weights, a share of the answers tries again
+    _rests_until: float = -math.inf  # by the clock; before it, no shape is due
+    _unsupported: str = ""  # the last reason, logged once
+
+    def __post_init__(self) -> None:
+        self._judge = Judge(self.tolerances)
 
     def offer(self, answer: Answer) -> None:
         """Queue a verified answer if it is among those to be checked; returns at once."""
-        if chosen(f"independent {answer.request.request_id}", self._rate):
+        if chosen(f"independent {answer.request.request_id}", self.rate):
             if answer.num_tokens > _LENGTHS[0] or self._queue.full():
-                self._ended("skipped")
+                self.ended("skipped")
             else:
                 self._put(answer)
-        if self._rate > 0 and self._able:
+        if self.rate > 0 and self._able:
             known = [answer] if self._wanted is None else [answer, self._wanted]
             wanted = self._wanted = max(known, key=self._news)
-            if self._queue.empty() and self._clock() >= self._rests_until and self._news(wanted) > (0, 0, 0):
+            if self._queue.empty() and self.clock() >= self._rests_until and self._news(wanted) > (0, 0, 0):
                 self._wanted = None
                 self._put(wanted)
 
@@ -129,19 +123,19 @@ class IndependentChecks:
     async def run(self) -> None:
         """Work through the queue until cancelled."""
         while True:
-            answer, began = await self._queue.get(), self._clock()
+            answer, began = await self._queue.get(), self.clock()
             result = await self._check(answer)
-            ended = self._clock()
+            ended = self.clock()
             self._rests_until = ended + _REST * (ended - began)
             self._able = result not in ("unsupported", "failed")
             if result not in ("agrees", "disagrees"):
                 self._shapes -= _shapes_of(answer)
-            self._ended(result)
+            self.ended(result)
 
     async def _check(self, answer: Answer) -> IndependentResult:
         """The result of one check."""
         try:
-            replayed = await self._replayer.replay(answer.scored(f"independent-{uuid.uuid4().hex}"))
+            replayed = await self.replayer.replay(answer.scored(f"independent-{uuid.uuid4().hex}"))
             answer = dataclasses.replace(answer, prompt_logprobs=())  # the prompt's are not computed
             if (own := comparable(answer, replayed)) is None:
                 return "outdated"
@@ -160,13 +154,13 @@ class IndependentChecks:
             return "agrees"
         reason = f"{replayed.replica} disagrees: {reason}"
         checked = dataclasses.replace(judgement.checked, verdict=Verdict.SUSPECT, reason=reason)
-        self._book.report(Case(answer, replayed, checked))
-        self._book.incidents.note("independent", "disagrees", answer.replica)
+        self.book.report(Case(answer, replayed, checked))
+        self.book.incidents.note("independent", "disagrees", answer.replica)
         return "disagrees"
 
     def _wrong(self, answer: Answer, replayed: Replayed, judgement: Judgement) -> str:
         """Say what an answer shows, by itself or with those before it; "" = nothing is wrong."""
-        tolerance = self._tolerances.between(answer.numerics, replayed.numerics)
+        tolerance = self.tolerances.between(answer.numerics, replayed.numerics)
         fresh = ReplicaWatch(tolerance), RareTest(_DRIFT_RATE, _DELTA)
         watch, drift_test = self._evidence.setdefault(tolerance, fresh)
         found = watch.see(
@@ -183,10 +177,6 @@ class IndependentChecks:
         if judgement.checked.verdict is Verdict.SUSPECT:
             return judgement.checked.reason
         return f"{found[0].name} in stratum {found[0].stratum}, over many answers" if found else ""
-
-
-_Shape = tuple[Numerics, Literal["length", "border", "rows"], int, int]
-"""What kernels may do wrongly by: the engine; what is counted; and two numbers, by that."""
 
 
 def _shapes_of(answer: Answer) -> set[_Shape]:

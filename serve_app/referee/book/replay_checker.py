@@ -7,6 +7,7 @@ import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection
 from contextvars import Context, copy_context
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 from serve_app.backends.base import Replayed, ReplayFailed
@@ -29,43 +30,27 @@ _Queued = tuple[Answer, asyncio.Future[Checked], Context]
 """An answer, the future it settles, and its context, which identifies the client's request and trace."""
 
 
+@dataclass(slots=True)
 class ReplayChecker:
-    """Replays answers from a bounded queue, a few at a time; an answer that finds it full is skipped.
+    """Replays answers from a bounded queue, a few at a time; an answer that finds it full is skipped."""
 
-    Args:
-        replay: recomputes a request.
-        judge: compares an answer with its replay.
-        book: is given the verdicts on what clients were served.
-        max_queue: answers that wait; as many more may wait that somebody waits for.
-        max_running: replays at once.
-        ended: called at the end of each replay, with its result and what is known of the answer now.
-        verified: called for each answer of a client that was found correct.
-    """
-
-    def __init__(
-        self,
-        replay: Replay,
-        judge: Judging,
-        book: ReplicaBook,
-        *,
-        max_queue: int = 64,
-        max_running: int = 2,
-        ended: Callable[[Answer, ReplayResult, Checked], None] = lambda answer, result, checked: None,
-        verified: Callable[[Answer, Checked], None] = lambda answer, checked: None,
-    ) -> None:
-        self._replay = replay
-        self._judge = judge
-        self._book = book
-        self._max_queue = max_queue
-        self._max_running = max_running
-        self.handed_in: Callable[[Answer], Answer] = lambda answer: answer
-        """Takes note of each answer, and gives it with what is known of its engine for what that says of itself."""
-        self._ended = ended
-        self._verified = verified
-        self._urgent: deque[_Queued] = deque()
-        self._queue: deque[_Queued] = deque()
-        self._queued_at: dict[asyncio.Future[Checked], float] = {}  # by the loop's clock; what is settled is not here
-        self._wake = asyncio.Semaphore(0)  # one permit per answer in either queue
+    replay: Replay  # recomputes a request
+    judge: Judging  # compares an answer with its replay
+    book: ReplicaBook  # is given the verdicts on what clients were served
+    _: KW_ONLY
+    max_queue: int = 64  # answers that wait; as many more may wait that somebody waits for
+    max_running: int = 2  # replays at once
+    # at the end of each replay, with its result and what is known of the answer now
+    ended: Callable[[Answer, ReplayResult, Checked], None] = lambda answer, result, checked: None
+    # of each answer of a client that was found correct
+    verified: Callable[[Answer, Checked], None] = lambda answer, checked: None
+    # takes note of each answer, and gives it with what is known of its engine for what that says of itself
+    handed_in: Callable[[Answer], Answer] = lambda answer: answer
+    _urgent: deque[_Queued] = field(default_factory=deque)
+    _queue: deque[_Queued] = field(default_factory=deque)
+    # by the loop's clock; what is settled is not here
+    _queued_at: dict[asyncio.Future[Checked], float] = field(default_factory=dict)
+    _wake: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))  # a permit for each that waits
 
     def submit(self, answer: Answer) -> None:
         """Queue an answer for replay when there is time; returns at once."""
@@ -90,9 +75,9 @@ class ReplayChecker:
         answer = self.handed_in(answer)
         loop = asyncio.get_running_loop()
         settled: asyncio.Future[Checked] = loop.create_future()
-        if len(queue) >= self._max_queue:
+        if len(queue) >= self.max_queue:
             checked = Checked(reason="skipped: too many answers wait for their replay")
-            self._ended(answer, "skipped", checked)
+            self.ended(answer, "skipped", checked)
             settled.set_result(checked)
             return settled
         queue.append((answer, settled, copy_context()))
@@ -103,7 +88,7 @@ class ReplayChecker:
     async def run(self) -> None:
         """Work through the queue until cancelled."""
         async with asyncio.TaskGroup() as workers:
-            for _ in range(self._max_running):
+            for _ in range(self.max_running):
                 workers.create_task(self._work())
 
     async def _work(self) -> None:
@@ -119,7 +104,7 @@ class ReplayChecker:
 
     async def _check(self, answer: Answer) -> Checked:
         result, checked = await self._result(answer)
-        self._ended(answer, result, checked)
+        self.ended(answer, result, checked)
         return checked
 
     async def _result(self, answer: Answer) -> tuple[ReplayResult, Checked]:
@@ -133,18 +118,18 @@ class ReplayChecker:
                     "%s was made with weights %s, and was replayed with %s", answer.request.request_id, made, now
                 )
                 return "outdated", Checked(reason="the weights that made it are no longer served")
-            judgement = self._judge(*own)
+            judgement = self.judge(*own)
             checked = judgement.checked
             if len(answer.weight_versions) > 1:
                 since = f"from token {answer.num_before_update} on, since when these weights made it"
                 checked = dataclasses.replace(checked, reason=f"{checked.reason} ({since})")
             if answer.request.rehearsal:  # it is shown, and is no evidence
                 rehearsed = dataclasses.replace(checked, reason=f"{REHEARSED}{checked.reason}")
-                checked = self._book.report(Case(*own, rehearsed))
+                checked = self.book.report(Case(*own, rehearsed))
             elif not answer.request.canary:  # its own replica judges by it; clients never saw it
-                checked = self._book.add(Case(*own, checked), judgement.tokens, judgement.drift_tolerance)
+                checked = self.book.add(Case(*own, checked), judgement.tokens, judgement.drift_tolerance)
                 if checked.verdict.agrees:
-                    self._verified(answer, checked)
+                    self.verified(answer, checked)
             _logger.debug("%s is %s: %s", answer.request.request_id, checked.verdict.value, checked.reason)
             return "ok", checked
         except Exception as error:  # a replica died, or was too busy: the check is lost, the referee is not
@@ -167,10 +152,10 @@ class ReplayChecker:
     async def _attempt(self, answer: Answer, avoid: Collection[str] = ()) -> Replayed:
         """The replay of what was served, including the prompt if its logprobs were returned."""
         name = f"replay-{uuid.uuid4().hex}"
-        replayed = await self._replay(answer.scored(name), avoid)
+        replayed = await self.replay(answer.scored(name), avoid)
         if not answer.prompt_logprobs:
             return replayed
-        return replayed.after(await self._replay(answer.scored_prompt(f"{name}-prompt"), avoid))
+        return replayed.after(await self.replay(answer.scored_prompt(f"{name}-prompt"), avoid))
 
     def _refused(self, answer: Answer, reason: str) -> Checked:
         """No engine can have made the answer: whoever did is wrong."""
@@ -178,7 +163,7 @@ class ReplayChecker:
         checked = Checked(
             verdict=Verdict.SUSPECT, reason=reason if differs else f"impossible: {reason}", checks=("wire",) * differs
         )
-        return checked if answer.request.canary else self._book.add_impossible(Case(answer, None, checked))
+        return checked if answer.request.canary else self.book.add_impossible(Case(answer, None, checked))
 
 
 def impossible(answer: Answer) -> str:

@@ -10,7 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from serve_app.backends.base import UNKNOWN_NUMERICS, Replayed
@@ -69,9 +69,9 @@ class _Replica:
     reported_at: float  # when it reported last, or was first named by an answer
     since: float | None = None  # it is as it is now since then, unix seconds; None = not known
     plain: bool = False  # whether it drafts nothing at all
-    watches: dict[Tolerance, ReplicaWatch] = dataclasses.field(default_factory=dict)
-    findings: deque[Finding] = dataclasses.field(default_factory=lambda: deque(maxlen=_KEPT_FINDINGS))
-    cases: deque[Case] = dataclasses.field(default_factory=lambda: deque(maxlen=_KEPT_CASES))
+    watches: dict[Tolerance, ReplicaWatch] = field(default_factory=dict)
+    findings: deque[Finding] = field(default_factory=lambda: deque(maxlen=_KEPT_FINDINGS))
+    cases: deque[Case] = field(default_factory=lambda: deque(maxlen=_KEPT_CASES))
 
     def trusts(self, began_at: float) -> bool:
         """Return whether a request of that time is evidence about the replica as it is now."""
@@ -84,34 +84,24 @@ class _Replica:
         return self.watches[tolerance]
 
 
+@dataclass(slots=True)
 class ReplicaBook:
-    """The detectors of every replica; `verdicts` on what they answered, and `incidents`.
+    """The detectors of every replica; `verdicts` on what they answered, and `incidents`."""
 
-    Args:
-        tolerances: between the engines that answer and those that replay.
-        dumps: where a post-mortem is written.
-        keep_verdicts: replies whose verdicts are kept.
-        alarmed: called with each alarm, the replica that raised it and the answer that completed its evidence.
-        clock: unix seconds.
-    """
+    tolerances: Tolerances  # between the engines that answer and those that replay
+    dumps: DumpFolder = field(default_factory=lambda: DumpFolder(None, 0, 0))  # where a post-mortem is written
+    verdicts: VerdictBook = field(default_factory=lambda: VerdictBook(10_000))
+    _: KW_ONLY
+    # of each alarm, with the replica that raised it and the answer that completed its evidence
+    alarmed: Callable[[Alarm, str, Case], None] = lambda alarm, replica, case: None
+    clock: Callable[[], float] = time.time  # unix seconds
+    incidents: IncidentLog = field(init=False)
+    _replicas: dict[str, _Replica] = field(default_factory=dict)
+    # results of the latest replays
+    _latest: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT_LATEST))
 
-    def __init__(
-        self,
-        tolerances: Tolerances,
-        dumps: DumpFolder | None = None,
-        keep_verdicts: int = 10_000,
-        *,
-        alarmed: Callable[[Alarm, str, Case], None] = lambda alarm, replica, case: None,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._tolerances = tolerances
-        self._dumps = dumps or DumpFolder(None, 0, 0)
-        self._alarmed = alarmed
-        self._clock = clock
-        self.verdicts = VerdictBook(keep_verdicts)
-        self.incidents = IncidentLog(clock)
-        self._replicas: dict[str, _Replica] = {}
-        self._latest: deque[dict[str, Any]] = deque(maxlen=_KEPT_LATEST)  # results of the latest replays
+    def __post_init__(self) -> None:
+        self.incidents = IncidentLog(self.clock)
 
     def add(self, case: Case, tokens: Sequence[SeenToken], drift_tolerance: float) -> Checked:
         """Show an answer's tokens to the detectors of the replicas that made them. Returns what to report of it.
@@ -121,7 +111,7 @@ class ReplicaBook:
         """
         answer, replayed = case.answer, case.replayed
         by = UNKNOWN_NUMERICS if replayed is None else replayed.numerics
-        tolerance = self._tolerances.between(answer.numerics, by)
+        tolerance = self.tolerances.between(answer.numerics, by)
         makers: dict[str, list[SeenToken]] = {}
         rounds = [*[None] * len(answer.prompt_logprobs), *answer.rounds_since_handoff]
         for token, since in zip(tokens, rounds, strict=True):
@@ -154,8 +144,8 @@ class ReplicaBook:
     def report(self, case: Case) -> Checked:
         """Record a verdict, in the place of an earlier one on the same answer. Returns what to report of the answer."""
         answer, checked = case.answer, case.checked
-        reported = self.verdicts.record(answer, checked, self._clock())
-        self._latest.appendleft({"at": self._clock(), "replica": answer.replica, **reported.to_wire()})
+        reported = self.verdicts.record(answer, checked, self.clock())
+        self._latest.appendleft({"at": self.clock(), "replica": answer.replica, **reported.to_wire()})
         if checked.verdict is Verdict.SUSPECT:
             _logger.warning("%s of %s is suspect: %s", answer.request.request_id, answer.replica, checked.reason)
             self._dump(checked.reason, case.to_dump)
@@ -167,11 +157,11 @@ class ReplicaBook:
         if trips:
             own = Finding(name, found.name, found.stratum, case.answer.began_at, found.evidence_since)
             replica.findings.append(own)
-        self._alarmed(found, name, case)
+        self.alarmed(found, name, case)
 
     def _known(self, name: str) -> _Replica:
         if name not in self._replicas:
-            self._replicas[name] = _Replica(reported_at=self._clock())
+            self._replicas[name] = _Replica(reported_at=self.clock())
         return self._replicas[name]
 
     def observe(self, name: str, *, since: float, plain: bool) -> None:
@@ -185,7 +175,7 @@ class ReplicaBook:
         if replica.since is not None and replica.since != since:
             replica.watches.clear()
             replica.findings.clear()
-        replica.since, replica.plain, replica.reported_at = since, plain, self._clock()
+        replica.since, replica.plain, replica.reported_at = since, plain, self.clock()
 
     def take_findings(self, name: str) -> tuple[Finding, ...]:
         """The findings about a replica since the last call."""
@@ -219,5 +209,5 @@ class ReplicaBook:
         return {"latest": list(self._latest), "incidents": self.incidents.to_wire()}
 
     def _dump(self, reason: str, content: Callable[[], dict[str, Any]]) -> None:
-        if self._dumps.enabled:
-            asyncio.get_running_loop().run_in_executor(None, lambda: self._dumps.write(reason, content()))
+        if self.dumps.enabled:
+            asyncio.get_running_loop().run_in_executor(None, lambda: self.dumps.write(reason, content()))

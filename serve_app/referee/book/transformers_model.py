@@ -10,7 +10,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -120,38 +120,31 @@ class TransformersModel:
         return Replayed(tuple(logprobs), tuple(rows), "transformers", entries=tuple(entries), numerics=self._numerics)
 
 
+@dataclass(slots=True)
 class TransformersReplayer:
-    """A `Replayer` with the weights of a folder, on a thread of its own.
+    """A `Replayer` with the weights of a folder, on a thread of its own."""
 
-    Args:
-        folder: the model's, with its tokenizer.
-        max_model_len: tokens of prompt and answer; None = the model's own limit, which it never exceeds.
-        num_threads: of the CPU; 0 = as many as torch takes.
-        form: of the weights, as `TransformersModel` takes it.
-    """
-
-    at_once = 1
-
-    def __init__(
-        self, folder: Path, max_model_len: int | None = None, num_threads: int = 0, form: str = "plain"
-    ) -> None:
-        self._folder = folder
-        self._form = form
-        self._max_model_len = max_model_len
-        self._num_threads = num_threads
-        self._thread = ThreadPoolExecutor(1, "truespec-referee")
+    folder: Path  # the model's, with its tokenizer
+    max_model_len: int | None = None  # tokens of prompt and answer; None, and at most, the model's own limit
+    num_threads: int = 0  # of the CPU; 0 = as many as torch takes
+    form: str = "plain"  # of the weights, as `TransformersModel` takes it
+    at_once: int = 1
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "truespec-referee"))
+    _model: TransformersModel = field(init=False)
+    _compiler: StructureCompiler = field(init=False)
+    _info: ModelInfo = field(init=False)
 
     async def start(self) -> ModelInfo:
         """Load the model. Raises ConfigError: transformers cannot load it."""
         return await self._call(self._load)
 
     def _load(self) -> ModelInfo:
-        if self._num_threads:
-            torch.set_num_threads(self._num_threads)
-        self._model = model = TransformersModel(self._folder, self._form)
-        self._compiler = StructureCompiler(self._folder, model.vocab_size, model.eos_token_ids)
-        longest = min(self._max_model_len or model.max_model_len, model.max_model_len)
-        self._info = ModelInfo("watched", longest, model.vocab_size, "", str(self._folder), model.eos_token_ids)
+        if self.num_threads:
+            torch.set_num_threads(self.num_threads)
+        self._model = model = TransformersModel(self.folder, self.form)
+        self._compiler = StructureCompiler(self.folder, model.vocab_size, model.eos_token_ids)
+        longest = min(self.max_model_len or model.max_model_len, model.max_model_len)
+        self._info = ModelInfo("watched", longest, model.vocab_size, "", str(self.folder), model.eos_token_ids)
         return self._info
 
     async def replay(self, request: Request) -> Replayed:

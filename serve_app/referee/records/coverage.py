@@ -8,6 +8,7 @@ controller knows which answers must come.
 import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from serve_app.referee.judge.answer import Answer
 from serve_app.referee.judge.evidence import RareTest
@@ -20,26 +21,19 @@ _DELTA = 1e-8  # of each test: false alarms
 _KEPT = 50_000
 
 
+@dataclass(slots=True)
 class Coverage:
-    """Waits for the answers that must come.
+    """Waits for the answers that must come."""
 
-    Args:
-        share: of the replies that is selected.
-        longest_s: that a reply may hold up its answers, by other choices or a client that takes it slowly.
-        missed: called with the replica of the last missing answer, where more are missing than are lost by chance.
-        clock: seconds.
-    """
-
-    def __init__(
-        self, share: float, longest_s: float, missed: Callable[[str], None], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._share = share
-        self._longest_s = longest_s
-        self._missed = missed
-        self._clock = clock
-        self._due: deque[tuple[float, str, Finished]] = deque(maxlen=_KEPT)
-        self._came: OrderedDict[str, None] = OrderedDict()
-        self._tests: defaultdict[str, RareTest] = defaultdict(lambda: RareTest(_LOST_RATE, _DELTA))
+    share: float  # of the replies that is selected
+    longest_s: float  # that a reply may hold up its answers, by other choices or a client that takes it slowly
+    missed: Callable[[str], None]  # where more are missing than are lost by chance: the replica of the last one
+    clock: Callable[[], float] = time.monotonic  # seconds
+    _due: deque[tuple[float, str, Finished]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _came: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    _tests: defaultdict[str, RareTest] = field(
+        default_factory=lambda: defaultdict(lambda: RareTest(_LOST_RATE, _DELTA))
+    )
 
     def came(self, answer: Answer) -> None:
         """An answer was handed in."""
@@ -49,11 +43,11 @@ class Coverage:
 
     def finished(self, replica: str, requests: Sequence[Finished]) -> None:
         """A replica has reported requests that ended, and has not been silent before."""
-        now = self._clock()
+        now = self.clock()
         for one in requests:
-            if one.num_tokens and chosen(split_id(one.request_id)[0], self._share):
+            if one.num_tokens and chosen(split_id(one.request_id)[0], self.share):
                 self._due.append((now, replica, one))
-        while self._due and self._due[0][0] <= now - self._longest_s - _HANDED_IN_AFTER_S:
+        while self._due and self._due[0][0] <= now - self.longest_s - _HANDED_IN_AFTER_S:
             _, maker, one = self._due.popleft()
             # By length, too: a limit that loses long answers alone loses too few to show among all.
             for stratum in ("all", maker, f"{one.num_tokens.bit_length()} bits of tokens"):
@@ -61,4 +55,4 @@ class Coverage:
                 test.add([one.request_id not in self._came])
                 if test.alarm:
                     del self._tests[stratum]  # else it would raise the alarm again with every answer
-                    self._missed(maker)
+                    self.missed(maker)

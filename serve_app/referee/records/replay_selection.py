@@ -54,46 +54,26 @@ class _Expected:
     judged: list[Answer] | None = None  # what was judged of it before it went out; None = nothing
 
 
+@dataclass(slots=True)
 class Checks:
-    """The checks of one replica's replies. A reply is checked with all of its choices, as its client got it.
+    """The checks of one replica's replies. A reply is checked with all of its choices, as its client got it."""
 
-    Args:
-        chosen: whether a reply, by its id, is checked in any case.
-        shows_distribution: whether a replay of a request gives more than logprobs.
-        read: the answers in the bytes of a reply, beside their records.
-        submit: for answers that nobody waits for.
-        check: for those that somebody does.
-        timeout_s: the longest an answer waits.
-        longest_s: that a client may take its reply after one of its choices has ended; then its tokens are checked
-            alone.
-    """
-
-    def __init__(
-        self,
-        chosen: Callable[[str], bool],
-        shows_distribution: Callable[[Request], bool],
-        read: Read,
-        submit: Submit,
-        check: Check,
-        timeout_s: float,
-        longest_s: float = 600.0,
-    ) -> None:
-        self._chosen = chosen
-        self._shows_distribution = shows_distribution
-        self._read = read
-        self._submit = submit
-        self._check = check
-        self._timeout_s = timeout_s
-        self._longest_s = longest_s
-        self._replies: dict[str, _Expected] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._one_at_a_time = asyncio.Lock()
-        self._says_unread = True
+    chosen: Callable[[str], bool]  # whether a reply, by its id, is checked in any case
+    shows_distribution: Callable[[Request], bool]  # whether a replay of a request gives more than logprobs
+    read: Read  # the answers in the bytes of a reply, beside their records
+    submit: Submit  # for answers that nobody waits for
+    check: Check  # for those that somebody does
+    timeout_s: float  # the longest an answer waits
+    longest_s: float = 600.0  # that a client may take after a choice has ended; then the tokens are checked alone
+    _replies: dict[str, _Expected] = field(default_factory=dict)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _says_unread: bool = True
 
     def expect(self, reply_id: str, *, awaited: bool) -> bool:
         """Return whether a reply is checked. If it is, `sent` or `lost` must follow. awaited: whether its client asks
         for the verdict."""
-        checked = awaited or self._chosen(reply_id)
+        checked = awaited or self.chosen(reply_id)
         if checked:
             self._replies[reply_id] = _Expected(awaited, copy_context())
         return checked
@@ -104,9 +84,9 @@ class Checks:
         reply = self._replies.get(reply_id)
         if reply is not None and reply.awaited:
             return Selection.WITH_LOGPROBS
-        if not self._chosen(reply_id):
+        if not self.chosen(reply_id):
             return Selection.NOT_CHECKED
-        as_sent = self._shows_distribution(request) and chosen(f"as sent {reply_id}", _AS_SENT_SHARE)
+        as_sent = self.shows_distribution(request) and chosen(f"as sent {reply_id}", _AS_SENT_SHARE)
         return Selection.AS_SENT if as_sent else Selection.WITH_LOGPROBS
 
     def ended(self, record: Record) -> None:
@@ -117,7 +97,7 @@ class Checks:
             self._submit_all(_traces([record]), "not_kept")
             return
         if not reply.records:
-            asyncio.get_running_loop().call_later(self._longest_s, self.lost, reply_id, "ended_early")
+            asyncio.get_running_loop().call_later(self.longest_s, self.lost, reply_id, "ended_early")
             # If it was sent by then, `lost` finds it gone and does nothing.
         reply.records.append(record)
 
@@ -134,7 +114,7 @@ class Checks:
             reply.judged, _ = await self._answers(preview, reply.records)
             checks = {one.request.request_id: self._judge(one) for one in reply.judged}
         if checks:
-            await asyncio.wait(checks.values(), timeout=self._timeout_s)
+            await asyncio.wait(checks.values(), timeout=self.timeout_s)
         return [_result(checks.get(request_id)) for request_id in request_ids]
 
     def sent(self, reply_id: str, exchange: Exchange) -> asyncio.Task[None]:
@@ -176,7 +156,7 @@ class Checks:
             return _traces(by_choice), "too_large"
         try:
             # "unread" holds for those answers alone that come back without `wire`: their request could not be read.
-            return await asyncio.to_thread(self._read, exchange, by_choice), "unread"
+            return await asyncio.to_thread(self.read, exchange, by_choice), "unread"
         except Exception as error:
             if self._says_unread:
                 self._says_unread = False
@@ -185,11 +165,11 @@ class Checks:
 
     def _submit_all(self, answers: Sequence[Answer], how: str) -> None:
         for answer in answers:
-            self._submit(answer, answer.wire or how)
+            self.submit(answer, answer.wire or how)
 
     def _judge(self, answer: Answer) -> asyncio.Future[Checked]:
         """Begin a check that goes on whoever waits for it: the answer is evidence."""
-        check = asyncio.ensure_future(self._check(answer))
+        check = asyncio.ensure_future(self.check(answer))
         check.add_done_callback(_error)  # which is nobody's where nobody waits
         return check
 

@@ -22,6 +22,7 @@ from serve_app.deployments.controller_client import ANSWERED, ControllerClient, 
 from serve_app.errors import UpdateRefused
 from serve_app.guard.breaker import BreakerState, Mode
 from serve_app.guard.heartbeat import ReplicaStatus, Report
+from serve_app.referee.book.replay_checker import ReplayChecker
 from serve_app.referee.judge.answer import Answer
 from serve_app.referee.judge.verdicts import Checked, Verdict
 from serve_app.telemetry.metrics import BufferSink, Metrics
@@ -93,13 +94,13 @@ async def test_what_is_replayed_is_replayed_for_the_request_that_asked(
     """The controller's replays and log lines are those of the client's request."""
     asked: list[tuple[str, str]] = []
 
-    def enqueue(_: object, answer: Answer) -> asyncio.Future[Checked]:
+    def enqueue(_: object, __: object, answer: Answer) -> asyncio.Future[Checked]:
         asked.append((answer.request.request_id, request_id()))
         settled: asyncio.Future[Checked] = asyncio.get_running_loop().create_future()
         settled.set_result(Checked())
         return settled
 
-    monkeypatch.setattr(controller._checker, "_enqueue", enqueue)
+    monkeypatch.setattr(ReplayChecker, "_enqueue", enqueue)
     with Tracing().request("POST", "req-7", [], {}):
         await client.submit(recorded("cmpl-1-0"))
         checked = await client.check(recorded("cmpl-2-0"))

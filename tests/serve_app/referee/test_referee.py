@@ -95,7 +95,7 @@ async def test_a_finding_says_when_its_evidence_began(court: Court) -> None:
 
 
 async def test_what_breaks_an_assumed_tolerance_is_an_incident_and_trips_nothing(court: Court) -> None:
-    court.book._tolerances = dataclasses.replace(TOLERANCE, assumed=True)
+    court.book.tolerances = dataclasses.replace(TOLERANCE, assumed=True)
     court.replayer.drift = -0.8
     assert (await court.checker.check(served())).verdict is Verdict.SUSPECT
     assert court.on_heartbeat("r1").findings == ()

@@ -119,7 +119,7 @@ class Bench:
             ended=ended,
             clock=lambda: self.now,
         )
-        court.checker._verified = lambda answer, _: self.checks.offer(answer)
+        court.checker.verified = lambda answer, _: self.checks.offer(answer)
 
     async def judge(self, *answers: Answer) -> list[str]:
         """Have the engine's own referee and then this one check answers; the own verdicts."""
@@ -145,10 +145,10 @@ class Bench:
 async def judged(court: Court, folder: Path, count: int, drafts: DrafterConfig = NGRAM, **changes: str) -> Bench:
     """So many answers of an engine, which another one like it verified."""
     engine = tiny_engine(folder, drafter=drafts, **changes)
-    court.checker._replay = EngineReplay(tiny_engine(folder, drafter=NO_DRAFTS, **changes))
+    court.checker.replay = EngineReplay(tiny_engine(folder, drafter=NO_DRAFTS, **changes))
     rounding = {"edge_nats": 0.5} if changes.get("dtype") == "bfloat16" else {}
     # Without kernels of ours a row's bits depend on the rows beside it, and in bfloat16 replays differ.
-    court.checker._judge = Judge(dataclasses.replace(TOLERANCE, **rounding)).judge
+    court.checker.judge = Judge(dataclasses.replace(TOLERANCE, **rounding)).judge
     bench = Bench(court, replay=by_transformers(weights(folder)), **rounding)
     for request in requests(count):
         assert await bench.judge(serve(engine, request)) == [Verdict.VERIFIED]
@@ -263,7 +263,7 @@ async def test_answers_of_other_weights_are_not_compared(court: Court) -> None:
     async def now(request: Request, avoid: object) -> Replayed:
         return dataclasses.replace(await court.replayer(request, ()), weight_version="v1")
 
-    court.checker._replay = now
+    court.checker.replay = now
     assert await bench.judge(served(weight_versions=("v1",))) == [Verdict.VERIFIED]
     assert bench.results["outdated"] == 1
     assert bench.verdict()["verdict"] == "verified"

@@ -33,7 +33,7 @@ def answers(count: int, seed: int = 0) -> Iterator[Answer]:
 
 @pytest.fixture
 def real(court: Court) -> Court:
-    court.checker._replay = EngineReplay(table_engine(NUM_TOKENS))
+    court.checker.replay = EngineReplay(table_engine(NUM_TOKENS))
     return court
 
 
