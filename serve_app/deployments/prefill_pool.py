@@ -94,7 +94,7 @@ def token_source(
     recovery = host.runtime.config.recovery
     patience = PrefillPatience(recovery.prefill_timeout_s, recovery.prefill_retries)
     runtime = host.runtime
-    ask, room, took_in = None, None, took_in or host.records.handed_off
+    ask, room, took_in = None, HandoffRoom(), took_in or host.records.handed_off
     if prefill is not None:
         ask, room = PrefillPool(prefill, host).prefill, HandoffRoom(bytes_for_handoffs(runtime.config))
     return PooledTokenSource(host.backend, runtime.metrics, ask, took_in, patience, tracing=runtime.tracing, room=room)

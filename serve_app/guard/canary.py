@@ -12,6 +12,7 @@ import logging
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
 
 from serve_app.backends.base import TokenSource, is_taken_in
 from serve_app.referee.judge.answer import Answer
@@ -33,26 +34,19 @@ Judge = Callable[[Answer], Awaitable[Checked]]
 """Has a request replayed."""
 
 
+@dataclass(slots=True)
 class Canary:
-    """Tries speculation out on one replica.
+    """Tries speculation out on one replica."""
 
-    Args:
-        source: what serves the replica's requests.
-        records: what is served.
-        judge: the referee; None where served logprobs cannot be compared, and only the engine's own checks watch.
-        num_requests: of a trial.
-        min_drafted: draft tokens; a trial with fewer, even after four times the requests, has shown nothing.
-    """
+    source: TokenSource  # what serves the replica's requests
+    records: Records  # what is served
+    judge: Judge | None  # None where logprobs cannot be compared, and only the engine's own checks watch
+    num_requests: int = 4  # of a trial
+    min_drafted: int = 1  # draft tokens; a trial with fewer, even after four times the requests, has shown nothing
+    _recent: deque[Request] = field(init=False)  # of clients
 
-    def __init__(
-        self, source: TokenSource, records: Records, judge: Judge | None, num_requests: int = 4, min_drafted: int = 1
-    ) -> None:
-        self._source = source
-        self._records = records
-        self._judge = judge
-        self._num_requests = num_requests
-        self._min_drafted = min_drafted
-        self._recent: deque[Request] = deque(maxlen=num_requests)
+    def __post_init__(self) -> None:
+        self._recent = deque(maxlen=self.num_requests)
 
     def remember(self, request: Request) -> None:
         """A client's request that may be tried again."""
@@ -65,26 +59,26 @@ class Canary:
 
     async def ask(self, request: Request) -> tuple[Answer, Checked]:
         """Serve a request of the replica's own, and have it judged."""
-        record = self._records.begin(request)
+        record = self.records.begin(request)
         try:
-            async with contextlib.aclosing(self._source.stream([request])) as deltas:
+            async with contextlib.aclosing(self.source.stream([request])) as deltas:
                 async for delta in deltas:
                     if delta.finish_reason is FinishReason.ERROR:
                         raise EngineFault(delta.error or "the engine gave no reason")
                     if not is_taken_in(delta):
                         record.take(delta)
         finally:
-            self._records.end(request.request_id)
+            self.records.end(request.request_id)
         answer = record.answer()
         if answer is None:
             raise TruespecError("nothing was said")
-        return answer, await self._judge(answer) if self._judge is not None else _UNJUDGED
+        return answer, await self.judge(answer) if self.judge is not None else _UNJUDGED
 
     async def try_out(self) -> bool | None:
         """Return whether speculation is right now; None where the trial has shown nothing."""
         num_drafted = 0
         for number, request in enumerate(list(self._requests())):
-            if number >= self._num_requests and num_drafted >= self._min_drafted:
+            if number >= self.num_requests and num_drafted >= self.min_drafted:
                 break
             try:
                 answer, checked = await self.ask(request)
@@ -100,12 +94,12 @@ class Canary:
             if not checked.verdict.agrees:
                 _logger.warning("a canary is %s: %s", checked.verdict, checked.reason)
                 return False if checked.verdict is Verdict.SUSPECT else None
-        return True if num_drafted >= self._min_drafted else None
+        return True if num_drafted >= self.min_drafted else None
 
     def _requests(self) -> Iterator[Request]:
         made_up = Request("canary", _REPEATING, SamplingParams(ignore_eos=True))
         known = (*self._recent, made_up)
-        most = _MOST_ROUNDS * self._num_requests
+        most = _MOST_ROUNDS * self.num_requests
         for number, request in enumerate(itertools.islice(itertools.cycle(known), most)):
             params = dataclasses.replace(
                 request.params,

@@ -7,7 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from serve_app.guard.canary import Canary
@@ -39,18 +39,14 @@ class Rehearsal:
     num_verified: int = 0
 
 
+@dataclass(slots=True)
 class Rehearsing:
-    """Runs the rehearsals of one replica.
+    """Runs the rehearsals of one replica."""
 
-    Args:
-        canary: serves requests of the replica's own and has them judged.
-        note: gets the state of the rehearsal after each step.
-        found: is called once the fault is found: opens the breaker.
-    """
-
-    def __init__(self, canary: Canary, note: Callable[[Rehearsal], None], found: Callable[[], None]) -> None:
-        self._canary, self._tell, self._found = canary, note, found
-        self._now = Rehearsal(0.0)
+    canary: Canary  # serves requests of the replica's own and has them judged
+    note: Callable[[Rehearsal], None]  # gets the state of the rehearsal after each step
+    found: Callable[[], None]  # is called once the fault is found: opens the breaker
+    _now: Rehearsal = field(default_factory=lambda: Rehearsal(0.0))
 
     async def run(self) -> None:
         """Answer with the fault until it is found, and then without speculation; the breaker tries that out again."""
@@ -68,12 +64,12 @@ class Rehearsing:
             self._note(state="failed")
 
     async def _rehearse(self) -> None:
-        prompts, number = self._canary.prompts(), 0
+        prompts, number = self.canary.prompts(), 0
         while self._now.num_verified < _PLAIN_ANSWERS:
             params = SamplingParams(temperature=(number + 1) % 2, max_tokens=_MAX_TOKENS, logprobs=0, ignore_eos=True)
             name, prompt = f"rehearsal-{uuid.uuid4().hex}-0", prompts[number // 2 % len(prompts)]
             faulty = self._now.state == "running"
-            answer, checked = await self._canary.ask(Request(name, prompt, params, canary=True, rehearsal=faulty))
+            answer, checked = await self.canary.ask(Request(name, prompt, params, canary=True, rehearsal=faulty))
             number += 1
             suspect = checked.verdict is Verdict.SUSPECT
             if not faulty:
@@ -84,10 +80,10 @@ class Rehearsing:
             self._note(num_tokens=self._now.num_tokens + len(answer.token_ids))
             if suspect:
                 _logger.warning("found after %d tokens: %s", self._now.num_tokens, checked.reason)
-                self._found()
+                self.found()
                 found_by = checked.reason.removeprefix(REHEARSED).partition(":")[0]
                 self._note(state="found", found_by=found_by, found_at=time.time())
 
     def _note(self, **fields: Any) -> None:
         self._now = dataclasses.replace(self._now, **fields)
-        self._tell(self._now)
+        self.note(self._now)

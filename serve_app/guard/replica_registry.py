@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from serve_app.guard.breaker import BreakerState, Mode
@@ -34,41 +34,30 @@ class _Replica:
     rehearse: bool = False
 
 
+@dataclass(slots=True)
 class ReplicaRegistry:
-    """Reports of replicas in, orders out. What concerns their answers goes on to the referee's book.
+    """Reports of replicas in, orders out. What concerns their answers goes on to the referee's book."""
 
-    Args:
-        book: finished requests, trips and self-checks' alarms go there; its findings reach the replicas' breakers.
-        counts: of the answers that trips made suspect.
-        heard: called with each report, and whether the replica's report before it came just before.
-        clock: unix seconds.
-    """
-
-    def __init__(
-        self,
-        book: ReplicaBook,
-        counts: RefereeCounts,
-        heard: Callable[[Report, bool], None] = lambda report, in_time: None,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._book = book
-        self._counts = counts
-        self._heard = heard
-        self._clock = clock
-        self._replicas: dict[str, _Replica] = {}
-        self._requests: dict[str, tuple[float, int]] = {}  # replica, a router too -> reported at, requests of clients
-        self._mode: Mode | None = None  # ordered for all replicas, including future ones
+    book: ReplicaBook  # gets finished requests, trips and alarms; its findings reach the replicas' breakers
+    counts: RefereeCounts  # of the answers that trips made suspect
+    # of each report, and whether the replica's report before it came just before
+    heard: Callable[[Report, bool], None] = lambda report, in_time: None
+    clock: Callable[[], float] = time.time  # unix seconds
+    _replicas: dict[str, _Replica] = field(default_factory=dict)
+    # of a replica, a router too: when it reported, and requests of clients
+    _requests: dict[str, tuple[float, int]] = field(default_factory=dict)
+    _mode: Mode | None = None  # ordered for all replicas, including future ones
 
     def on_heartbeat(self, report: Report) -> Orders:
         """Process a replica's report, and answer it."""
-        now, status, book = self._clock(), report.status, self._book
+        now, status, book = self.clock(), report.status, self.book
         name = status.replica
         known = self._replicas.get(name)
         ordered = self._mode if known is None else known.ordered
         self._replicas[name] = _Replica(report, now)
         self.note_requests(report.batch)
         book.observe(name, since=status.since, plain=status.decodes_plainly)
-        self._heard(report, known is not None and now - known.reported_at < _SILENT_AFTER_S)
+        self.heard(report, known is not None and now - known.reported_at < _SILENT_AFTER_S)
         for (metric, labels), value in report.batch.counters.items():
             kind = _ALARM_COUNTERS.get(metric)
             if kind is not None and value > 0:
@@ -76,7 +65,7 @@ class ReplicaRegistry:
         for finished in report.finished:
             book.verdicts.note(name, finished)
         for trip in report.trips:
-            self._counts.tripped(book.trip(name, trip, status.to_wire()))
+            self.counts.tripped(book.trip(name, trip, status.to_wire()))
         gone = now - _FORGOTTEN_AFTER_S
         self._replicas = {key: one for key, one in self._replicas.items() if one.reported_at > gone}
         book.forget(gone)
@@ -84,7 +73,7 @@ class ReplicaRegistry:
 
     def note_requests(self, batch: MetricBatch) -> None:
         """Note how many requests of clients are on a replica, which may be a router without a breaker."""
-        now = self._clock()
+        now = self.clock()
         number = int(sum(value for (metric, _), value in batch.gauges.items() if metric in _REQUEST_GAUGES))
         self._requests[batch.source] = (now, number)
         self._requests = {key: one for key, one in self._requests.items() if one[0] > now - _FORGOTTEN_AFTER_S}
@@ -138,4 +127,4 @@ class ReplicaRegistry:
             | dataclasses.asdict(report.placed)
             for report in reports
         ]
-        return {"replicas": replicas, **self._book.overview()}
+        return {"replicas": replicas, **self.book.overview()}

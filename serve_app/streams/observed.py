@@ -7,7 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 from serve_app.backends.base import TokenSource, is_taken_in
 from serve_app.errors import NoRoom
@@ -66,42 +66,30 @@ class WeightAges:
         return list(WEIGHT_AGES)[min(self._versions.index(version), len(WEIGHT_AGES) - 1)]
 
 
+@dataclass(slots=True)
 class ObservedSource:
     """A token source that measures, and reports finished requests.
 
-    Args:
-        source: where the tokens come from.
-        metrics: latencies and outcomes are recorded here.
-        records: what is served, request by request.
-        select: whether a request is to be replayed, and how it is computed then.
-        ended: called for each request that came to an end: the record of it, and whether that is to be checked: it was
-            selected, or breaks a limit of its request; must not block.
-        limits: how many requests may run at once, and how long each.
-        clock: seconds, monotonic.
+    ended: called for each request that came to an end: the record of it, and whether that is to be checked: it was
+        selected, or breaks a limit of its request; must not block.
     """
 
-    def __init__(
-        self,
-        source: TokenSource,
-        metrics: Metrics,
-        records: Records,
-        *,
-        select: Callable[[Request], Selection],
-        ended: Callable[[Record, bool], None],
-        limits: SourceLimits,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        self._source = source
-        self._metrics = metrics
-        self._records = records
-        self._select = select
-        self._ended = ended
-        self._limits = limits
-        self._watched: dict[str, _Watched] = {}
-        self._clock = clock
-        self._backlog = Backlog(clock)
-        self._returns = Returns(clock)
-        self._weights = WeightAges()
+    source: TokenSource  # where the tokens come from
+    metrics: Metrics  # latencies and outcomes are recorded here
+    records: Records  # what is served, request by request
+    _: KW_ONLY
+    select: Callable[[Request], Selection]  # whether a request is to be replayed, and how it is computed then
+    ended: Callable[[Record, bool], None]
+    limits: SourceLimits  # how many requests may run at once, and how long each
+    clock: Clock = time.monotonic  # seconds, monotonic
+    _watched: dict[str, _Watched] = field(default_factory=dict)
+    _backlog: Backlog = field(init=False)
+    _returns: Returns = field(init=False)
+    _weights: WeightAges = field(default_factory=WeightAges)
+
+    def __post_init__(self) -> None:
+        self._backlog = Backlog(self.clock)
+        self._returns = Returns(self.clock)
 
     async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
         """Deltas as the source gives them; what only the referee asked for is taken out again.
@@ -113,7 +101,7 @@ class ObservedSource:
             RequestTimeout: it took too long.
         """
         self._admit(requests)
-        now = self._clock()
+        now = self.clock()
         watched = {one.request_id: self._begin(one, now) for one in requests}
         self._watched |= watched
         asked = [entry.as_computed for entry in watched.values()]
@@ -121,7 +109,7 @@ class ObservedSource:
         try:
             limit_s = self._time_limit_s(requests[0])
             ends_at = asyncio.get_running_loop().time() + limit_s
-            async with contextlib.aclosing(self._source.stream(asked)) as deltas:
+            async with contextlib.aclosing(self.source.stream(asked)) as deltas:
                 while (delta := await _next(deltas, ends_at, limit_s)) is not None:
                     if is_taken_in(delta):
                         yield delta
@@ -151,22 +139,22 @@ class ObservedSource:
         if entry is not None:
             entry.outcome = "stop"
         if not ended:
-            await self._source.abort(request_id)
+            await self.source.abort(request_id)
 
     def _begin(self, request: Request, now: float) -> _Watched:
-        record, selection = self._records.begin(request), self._select(request)
+        record, selection = self.records.begin(request), self.select(request)
         record.keeps_alternatives = selection is not Selection.NOT_CHECKED
         return _Watched(request, record, selection, now, now)
 
     def _time_limit_s(self, request: Request) -> float:
-        return min(self._limits.timeout_s, request.timeout_s or math.inf)
+        return min(self.limits.timeout_s, request.timeout_s or math.inf)
 
     def _admit(self, requests: Sequence[Request]) -> None:
         try:
             self._check_room(requests)
             self._check_backlog(requests[0])
         except (InvalidRequest, NoRoom) as error:
-            self._metrics.count("truespec_requests_total", len(requests), outcome="rejected")
+            self.metrics.count("truespec_requests_total", len(requests), outcome="rejected")
             self._refuse(requests[0], error)
             raise
 
@@ -175,7 +163,7 @@ class ObservedSource:
         can never be served."""
         if isinstance(error, EngineOverloaded):
             reason = error.reason if isinstance(error, NoRoom) else "capacity"
-            self._metrics.count("truespec_refusals_total", reason=reason)
+            self.metrics.count("truespec_refusals_total", reason=reason)
         own = _owner(request)
         for entry in self._watched.values():
             is_refused = entry.waiting or isinstance(error, InvalidRequest)
@@ -183,7 +171,7 @@ class ObservedSource:
                 entry.outcome = "rejected"
 
     def _check_room(self, requests: Sequence[Request]) -> None:
-        count, limit, running = len(requests), self._limits.max_running, len(self._watched)
+        count, limit, running = len(requests), self.limits.max_running, len(self._watched)
         if count > limit:
             raise InvalidRequest("n", f"n asks for {count} choices; this server runs at most {limit} at once.")
         if running + count > limit:
@@ -192,7 +180,7 @@ class ObservedSource:
                 f"{running} requests are running; the limit is {limit}. Retry later.",
                 self._retry_after_s(running + count - limit),
             )
-        most = self._limits.max_others
+        most = self.limits.max_others
         if most is None or running < most:
             return
         own = _owner(requests[0])
@@ -205,13 +193,13 @@ class ObservedSource:
             )
 
     def _retry_after_s(self, missing: int) -> float:
-        now = self._clock()
+        now = self.clock()
         return self._returns.wait_s([now - one.began_at for one in self._watched.values()], missing)
 
     def _check_backlog(self, request: Request) -> None:
         """Refuse what would wait too long behind others, while nothing of it is computed yet."""
         wait_s = self._backlog.wait_s(_owner(request))
-        num_tokens, most_tokens = self._backlog.num_tokens(_owner(request)), self._limits.max_queued_tokens
+        num_tokens, most_tokens = self._backlog.num_tokens(_owner(request)), self.limits.max_queued_tokens
         if most_tokens is not None and num_tokens and num_tokens + len(request.prompt_token_ids) > most_tokens:
             raise NoRoom(
                 "queued_tokens", f"{num_tokens} prompt tokens are queued; the limit is {most_tokens}.", wait_s or 1.0
@@ -219,7 +207,7 @@ class ObservedSource:
         if wait_s is None:
             return
         for reason, limit_s, name in (
-            ("time_to_first_token", self._limits.max_first_token_s, "the limit"),
+            ("time_to_first_token", self.limits.max_first_token_s, "the limit"),
             ("deadline", self._time_limit_s(request), "the request's time"),
         ):
             if limit_s is not None and wait_s > limit_s:
@@ -230,14 +218,14 @@ class ObservedSource:
                 )
 
     def _see(self, entry: _Watched, delta: TokenDelta) -> None:
-        now = self._clock()
+        now = self.clock()
         if delta.token_ids:
             elapsed = now - entry.last_at
             if entry.waiting:
-                self._metrics.observe("truespec_time_to_first_token_seconds", elapsed)
-                self._metrics.observe("truespec_queue_time_seconds", delta.queue_s)
+                self.metrics.observe("truespec_time_to_first_token_seconds", elapsed)
+                self.metrics.observe("truespec_queue_time_seconds", delta.queue_s)
             else:
-                self._metrics.observe("truespec_inter_token_latency_seconds", *_latencies(elapsed, delta))
+                self.metrics.observe("truespec_inter_token_latency_seconds", *_latencies(elapsed, delta))
             entry.last_at, entry.waiting = now, False
         elif delta.finished:
             entry.last_at = now
@@ -245,19 +233,19 @@ class ObservedSource:
             entry.outcome = str(delta.finish_reason)
         if delta.num_drafted:
             labels = {"since_handoff": entry.record.since_handoff, "weights": self._weights.age(delta.weight_version)}
-            self._metrics.count("truespec_draft_tokens_since_handoff_total", delta.num_drafted, **labels)
-            self._metrics.count("truespec_accepted_tokens_since_handoff_total", delta.num_accepted, **labels)
+            self.metrics.count("truespec_draft_tokens_since_handoff_total", delta.num_drafted, **labels)
+            self.metrics.count("truespec_accepted_tokens_since_handoff_total", delta.num_accepted, **labels)
         entry.record.take(delta)
 
     def _end(self, entry: _Watched) -> None:
-        self._returns.ended(self._clock() - entry.began_at)
-        self._metrics.count("truespec_requests_total", outcome=entry.outcome)
+        self._returns.ended(self.clock() - entry.began_at)
+        self.metrics.count("truespec_requests_total", outcome=entry.outcome)
         if entry.outcome in (FinishReason.STOP, FinishReason.LENGTH):
-            self._metrics.observe("truespec_request_duration_seconds", entry.last_at - entry.began_at)
-        self._records.end(entry.request.request_id)
+            self.metrics.observe("truespec_request_duration_seconds", entry.last_at - entry.began_at)
+        self.records.end(entry.request.request_id)
         if entry.outcome not in (FinishReason.ERROR, "rejected") and entry.request.score_from is None:
             is_replayed = entry.selection is not Selection.NOT_CHECKED
-            self._ended(entry.record, is_replayed or bool(entry.record.broken_limit))
+            self.ended(entry.record, is_replayed or bool(entry.record.broken_limit))
 
 
 async def _next(deltas: AsyncGenerator[TokenDelta, None], ends_at: float, limit_s: float) -> TokenDelta | None:

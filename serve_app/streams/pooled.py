@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from serve_app.backends.base import Backend, Handoff, Prefilled, taken_in
@@ -62,26 +62,23 @@ class PrefillPatience:
         return self.timeout_s + _MARGIN * (backlog.num_tokens() / self.first_pace if wait_s is None else wait_s)
 
 
+@dataclass(slots=True)
 class HandoffRoom:
     """The part of Ray's object store that handoffs may take until an engine has copied them into its cache.
 
     Ray spills what does not fit to a disk whose limit it does not know, and Kubernetes then ends the pod. So prompts
     wait for room, in order, before the prefill pool is asked for them. The first handoff shows how large they are; till
     then one is on its way at a time, as is one that is larger than all of the room.
-
-    Args:
-        most_bytes: of all of them together; None = any number.
     """
 
-    def __init__(self, most_bytes: int | None = None) -> None:
-        self._most_bytes = most_bytes
-        self._token_bytes = 0.0  # of a prompt's token, the most that was seen
-        self._held: dict[str, int] = {}
-        self._waiting: deque[tuple[str, int, asyncio.Future[None]]] = deque()
+    most_bytes: int | None = None  # of all of them together; None = any number
+    _token_bytes: float = 0.0  # of a prompt's token, the most that was seen
+    _held: dict[str, int] = field(default_factory=dict)
+    _waiting: deque[tuple[str, int, asyncio.Future[None]]] = field(default_factory=deque)
 
     async def take(self, name: str, num_tokens: int) -> None:
         """Wait until there is room for the handoff of a prompt, and hold it."""
-        if self._most_bytes is None:
+        if self.most_bytes is None:
             return
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((name, num_tokens, ready))
@@ -97,7 +94,7 @@ class HandoffRoom:
 
     def arrived(self, name: str, num_tokens: int, handoff: Handoff) -> None:
         """Hold what a handoff really takes, for as long as anything refers to it."""
-        if self._most_bytes is None:
+        if self.most_bytes is None:
             return
         self._held[name] = handoff.nbytes
         self._token_bytes = max(self._token_bytes, handoff.nbytes / num_tokens)
@@ -119,9 +116,9 @@ class HandoffRoom:
                 ready.set_result(None)
 
     def _fits(self, num_tokens: int) -> bool:
-        assert self._most_bytes is not None
+        assert self.most_bytes is not None
         expected = int(self._token_bytes * num_tokens)
-        return not self._held or (expected > 0 and sum(self._held.values()) + expected <= self._most_bytes)
+        return not self._held or (expected > 0 and sum(self._held.values()) + expected <= self.most_bytes)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
@@ -129,37 +126,18 @@ def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) ->
         loop.call_soon_threadsafe(function)
 
 
+@dataclass(slots=True)
 class PooledTokenSource:
-    """Streams tokens for the choices of one prompt: one prefill, one decode per choice.
+    """Streams tokens for the choices of one prompt: one prefill, one decode per choice."""
 
-    Args:
-        backend: the local engine.
-        metrics: counts handoffs and failed prefills.
-        remote_prefill: None = prefill on the local engine too.
-        took_in: called before the first delta from a handoff.
-        patience: with the prefill pool.
-        tracing: of the replica; None = no spans.
-        room: for handoffs; None = any number.
-    """
-
-    def __init__(
-        self,
-        backend: Backend,
-        metrics: Metrics,
-        remote_prefill: RemotePrefill | None = None,
-        took_in: TookIn | None = None,
-        patience: PrefillPatience | None = None,
-        tracing: Tracing | None = None,
-        room: HandoffRoom | None = None,
-    ) -> None:
-        self._backend = backend
-        self._metrics = metrics
-        self._remote_prefill = remote_prefill
-        self._took_in = took_in
-        self._patience = patience or PrefillPatience()
-        self._backlog = Backlog()  # prompts that the prefill pool computes for this replica
-        self._tracing = tracing or Tracing()
-        self._room = room or HandoffRoom()
+    backend: Backend  # the local engine
+    metrics: Metrics  # counts handoffs and failed prefills
+    remote_prefill: RemotePrefill | None = None  # None = prefill on the local engine too
+    took_in: TookIn | None = None  # called before the first delta from a handoff
+    patience: PrefillPatience = field(default_factory=PrefillPatience)  # with the prefill pool
+    tracing: Tracing = field(default_factory=Tracing)  # of the replica
+    room: HandoffRoom = field(default_factory=HandoffRoom)  # for handoffs
+    _backlog: Backlog = field(default_factory=Backlog)  # prompts that the prefill pool computes for this replica
 
     def stream(self, requests: Sequence[Request]) -> Deltas:
         """Generate for requests that share one prompt; their deltas come interleaved. Closing it aborts them all."""
@@ -174,14 +152,14 @@ class PooledTokenSource:
 
     async def abort(self, request_id: str) -> None:
         """End one of several choices; the others continue."""
-        self._backend.abort(request_id)
+        self.backend.abort(request_id)
 
     async def _choices(self, requests: Sequence[Request]) -> Deltas:
         """Each choice samples its own first token, so what is handed off has the last prompt token pending.
 
         What the prefill reported of the prompt belongs to the first choice, in whose name it was requested.
         """
-        await self._backend.check(requests[0])
+        await self.backend.check(requests[0])
         yield taken_in(requests[0].request_id)
         prefilled = await self._prefill(requests[0], first_token=False)
         if prefilled is None or prefilled.handoff is None:
@@ -201,7 +179,7 @@ class PooledTokenSource:
         """Return what the prefill emitted, then what the local engine adds: from the handoff, or from the tokens alone
         where there is none, or the engine refuses it. With `asks`, the prefill pool is asked first."""
         if asks:
-            await self._backend.check(request)
+            await self.backend.check(request)
             yield taken_in(request.request_id)
             prefilled = await self._prefill(request, first_token=True)
         handoff, replica = None, ""
@@ -219,19 +197,19 @@ class PooledTokenSource:
             emitted = [token for delta in prefilled.deltas for token in delta.token_ids]
             handoff, replica = prefilled.handoff, prefilled.replica
         while True:
-            engine = self._backend
+            engine = self.backend
             deltas = engine.generate(request, emitted) if handoff is None else engine.resume(request, handoff)
             num_bytes = unaccepted = None if handoff is None else handoff.nbytes
             prefilled = handoff = None  # the engine's alone: while anything refers to it, it stays in the object store
             try:
                 async with contextlib.aclosing(deltas):
-                    with phases(self._tracing, request, num_bytes) as see:
+                    with phases(self.tracing, request, num_bytes) as see:
                         async for delta in deltas:
                             if unaccepted is not None:  # until the first delta shows that it was
-                                self._metrics.count("truespec_handoffs_total", result="ok")
-                                self._metrics.count("truespec_handoff_bytes_total", unaccepted)
-                                if self._took_in is not None:
-                                    self._took_in(request.request_id, replica)
+                                self.metrics.count("truespec_handoffs_total", result="ok")
+                                self.metrics.count("truespec_handoff_bytes_total", unaccepted)
+                                if self.took_in is not None:
+                                    self.took_in(request.request_id, replica)
                                 unaccepted = None
                             see(delta)
                             yield delta._replace(**uncounted) if uncounted else delta
@@ -239,8 +217,8 @@ class PooledTokenSource:
             except HandoffRefused as error:
                 if num_bytes is None:
                     raise
-                self._metrics.count("truespec_handoffs_total", result="refused")
-                self._metrics.count("truespec_handoff_refusals_total", reason=error.reason)
+                self.metrics.count("truespec_handoffs_total", result="refused")
+                self.metrics.count("truespec_handoff_refusals_total", reason=error.reason)
                 refused = "the handoff of %s was refused; its prompt is computed here: %s"
                 _logger.warning(refused, request.request_id, error)
 
@@ -249,22 +227,22 @@ class PooledTokenSource:
 
         A teacher-forced request has nothing to hand off: the local engine computes it whole.
         """
-        if self._remote_prefill is None or request.score_from is not None:
+        if self.remote_prefill is None or request.score_from is not None:
             return None
-        for attempt in range(self._patience.retries + 1):
+        for attempt in range(self.patience.retries + 1):
             began = time.monotonic()
             try:
-                prefilled = await self._ask(self._remote_prefill, request, first_token, attempt)
+                prefilled = await self._ask(self.remote_prefill, request, first_token, attempt)
             except (ConnectionError, TimeoutError, EngineFault) as error:
-                self._metrics.count("truespec_prefill_failures_total", reason=_reason(error))
+                self.metrics.count("truespec_prefill_failures_total", reason=_reason(error))
                 # As a text: a record that somebody keeps would keep the handoff of the next attempt with it.
                 _logger.warning("prefill of %s failed: %s", request.request_id, str(error) or "it took too long")
                 if isinstance(error, PoolFull):
                     break
                 continue
-            self._metrics.count("truespec_handoff_seconds_total", time.monotonic() - began, phase="prefill")
+            self.metrics.count("truespec_handoff_seconds_total", time.monotonic() - began, phase="prefill")
             return prefilled
-        self._metrics.count("truespec_handoffs_total", result="failed")
+        self.metrics.count("truespec_handoffs_total", result="failed")
         _logger.warning("the prompt of %s is computed here", request.request_id)
         return None
 
@@ -273,20 +251,20 @@ class PooledTokenSource:
         named = request if attempt == 0 else dataclasses.replace(request, request_id=f"{request.request_id}~{attempt}")
         num_tokens = len(request.prompt_token_ids)
         try:
-            async with asyncio.timeout(self._patience.attempt_s(self._backlog)):
-                await self._room.take(named.request_id, num_tokens)
+            async with asyncio.timeout(self.patience.attempt_s(self._backlog)):
+                await self.room.take(named.request_id, num_tokens)
         except TimeoutError as error:
             raise PoolFull("the object store has no room for its handoff") from error
         ticket, prefilled = self._backlog.join(num_tokens), None
         try:
-            async with asyncio.timeout(self._patience.attempt_s(self._backlog)):
+            async with asyncio.timeout(self.patience.attempt_s(self._backlog)):
                 prefilled = await ask(named, first_token)
         finally:
             ticket.close(served=prefilled is not None)
             if prefilled is None or prefilled.handoff is None:
-                self._room.leave(named.request_id)
+                self.room.leave(named.request_id)
             else:
-                self._room.arrived(named.request_id, num_tokens, prefilled.handoff)
+                self.room.arrived(named.request_id, num_tokens, prefilled.handoff)
         own, replica = request.request_id, prefilled.replica
         deltas = tuple(delta._replace(request_id=own, prefilled_by=replica) for delta in prefilled.deltas)
         return dataclasses.replace(prefilled, deltas=deltas, attempt=attempt)

@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from serve_app.backends.base import is_taken_in, taken_in
@@ -144,41 +144,23 @@ class _Progress:
         return delta._replace(request_id=self.request.request_id, preempted=delta.preempted or self.num_lost > 0)
 
 
+@dataclass(slots=True)
 class ResumingSource:
     """A source of tokens over replicas that may die.
 
     Requests without `Request.resume` end with their replica.
-
-    Args:
-        pool: the replicas.
-        metrics: counts requests that were resumed.
-        records: is notified which replica answers a request.
-        most_resumes: of one request; then it fails.
-        pause_s: before the second resume of a request, doubled for each further one.
-        silence_s: a replica that sends nothing for this long, not even a sign of life, is lost; None = never.
-        clock: seconds, monotonic.
     """
 
-    def __init__(
-        self,
-        pool: ReplicaPool,
-        metrics: Metrics,
-        records: Records,
-        *,
-        most_resumes: int,
-        pause_s: float = _PAUSE_S,
-        silence_s: float | None = None,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        self._pool = pool
-        self._metrics = metrics
-        self._records = records
-        self._most_resumes = most_resumes
-        self._pause_s = pause_s
-        self._silence_s = silence_s
-        self._clock = clock
-        self._silent: dict[str, float] = {}  # silent replicas, and when they were found so
-        self._live: dict[str, _Progress] = {}
+    pool: ReplicaPool  # the replicas
+    metrics: Metrics  # counts requests that were resumed
+    records: Records  # is notified which replica answers a request
+    _: KW_ONLY
+    most_resumes: int  # of one request; then it fails
+    pause_s: float = _PAUSE_S  # before the second resume of a request, doubled for each further one
+    silence_s: float | None = None  # without even a sign of life, after which a replica is lost; None = any time
+    clock: Clock = time.monotonic  # seconds, monotonic
+    _silent: dict[str, float] = field(default_factory=dict)  # silent replicas, and when they were found so
+    _live: dict[str, _Progress] = field(default_factory=dict)
 
     async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
         """Generate for requests that share one prompt; their deltas come interleaved. Closing it aborts them all.
@@ -199,7 +181,7 @@ class ResumingSource:
                         async for streamed in stream:
                             num_silent = 0 if streamed is not None else num_silent + 1
                             if num_silent == _PARTS:
-                                raise ReplicaSilent(f"no sign of life for {self._silence_s:g} s")
+                                raise ReplicaSilent(f"no sign of life for {self.silence_s:g} s")
                             replica = replica if streamed is None else streamed.replica
                             if (delta := self._take(left, streamed)) is not None:
                                 yield delta
@@ -216,17 +198,17 @@ class ResumingSource:
         progress = self._live.get(request_id)
         if progress is not None and not progress.ended:
             progress.ended = True
-            await self._pool.abort(progress.name)
+            await self.pool.abort(progress.name)
 
     def _note_number(self) -> None:
-        self._metrics.gauge("truespec_requests_routed", len(self._live))
+        self.metrics.gauge("truespec_requests_routed", len(self._live))
 
     def _ask(self, left: Sequence[_Progress]) -> SignsOfLife[Streamed]:
         """One replica's deltas of these requests. Its time is split into parts: if this process itself was stalled,
         what arrived meanwhile is seen before the next part."""
         emitted = {one.name: tuple(one.emitted) for one in left} if any(one.num_lost for one in left) else {}
-        asked = self._pool.stream([one.rest() for one in left], emitted, self._to_avoid())
-        return SignsOfLife(asked, None if self._silence_s is None else self._silence_s / _PARTS)
+        asked = self.pool.stream([one.rest() for one in left], emitted, self._to_avoid())
+        return SignsOfLife(asked, None if self.silence_s is None else self.silence_s / _PARTS)
 
     def _take(self, left: Sequence[_Progress], streamed: Streamed | None) -> TokenDelta | None:
         """Record what came; returns what is to be passed on of it."""
@@ -234,11 +216,11 @@ class ResumingSource:
             return None
         one = next(one for one in left if one.name == streamed.delta.request_id)
         gave_up = streamed.delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
-        if one.ended or (gave_up and one.request.resume and one.num_lost < self._most_resumes):  # another may do it
+        if one.ended or (gave_up and one.request.resume and one.num_lost < self.most_resumes):  # another may do it
             return None
-        self._records.answered_by(one.request.request_id, streamed.replica)
+        self.records.answered_by(one.request.request_id, streamed.replica)
         if streamed.prefilled_by is not None:
-            self._records.handed_off(one.request.request_id, streamed.prefilled_by)
+            self.records.handed_off(one.request.request_id, streamed.prefilled_by)
         if is_taken_in(streamed.delta):
             return taken_in(one.request.request_id)
         return one.take(streamed.delta)
@@ -258,10 +240,10 @@ class ResumingSource:
         if isinstance(lost, ReplicaSilent):
             if not replica:  # no replica has begun it: it was sent to one that hangs, or there is none now
                 return
-            self._silent[replica] = self._clock()
+            self._silent[replica] = self.clock()
         for one in unfinished:
-            resumes = one.request.resume and one.num_lost < self._most_resumes
-            self._metrics.count("truespec_resumes_total", result="resumed" if resumes else "failed")
+            resumes = one.request.resume and one.num_lost < self.most_resumes
+            self.metrics.count("truespec_resumes_total", result="resumed" if resumes else "failed")
             if not resumes and isinstance(lost, EngineFault | EngineOverloaded):
                 raise lost
             if not resumes:
@@ -270,9 +252,9 @@ class ResumingSource:
             _logger.warning("%s continues on another replica after %d tokens: %s", one.name, len(one.emitted), lost)
         earlier = max((one.num_lost for one in unfinished), default=1) - 1
         if earlier:
-            await asyncio.sleep(self._pause_s * 2 ** (earlier - 1))
+            await asyncio.sleep(self.pause_s * 2 ** (earlier - 1))
 
     def _to_avoid(self) -> tuple[str, ...]:
         """Replicas that were recently silent."""
-        self._silent = {name: at for name, at in self._silent.items() if self._clock() < at + _AVOIDED_S}
+        self._silent = {name: at for name, at in self._silent.items() if self.clock() < at + _AVOIDED_S}
         return tuple(self._silent)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
@@ -55,23 +56,18 @@ def have_distinct_constants(name: str, options: Iterable[Any], root: Any) -> boo
     return len(known) == len(values) and sum(map(len, known)) == len(frozenset().union(*known))
 
 
+@dataclass(slots=True)
 class _Lookup:
     """Looks for what is read off one schema, behind references and combinations. Each reference is followed once; one
     that leads back to itself adds nothing.
-
-    Args:
-        root: the schema in which references are.
-        own: reads the types off one schema alone; None = it says nothing.
-        silent: what an option counts as that says nothing; None = it is left out.
-        strict: with such an option, none of the others says anything.
     """
 
-    def __init__(self, root: Any, own: _Own, silent: Types | None, *, strict: bool = False) -> None:
-        self._strict = strict
-        self._root = root
-        self._own = own
-        self._silent = silent
-        self._known: dict[str, Types | None] = {}
+    root: Any  # the schema in which references are
+    own: _Own  # reads the types off one schema alone; None = it says nothing
+    silent: Types | None  # what an option counts as that says nothing; None = it is left out
+    _: KW_ONLY
+    strict: bool = False  # with such an option, none of the others says anything
+    _known: dict[str, Types | None] = field(default_factory=dict)
 
     def types(self, schema: Any) -> Types:
         """The types that are allowed; `ANY` where nothing is said, or the schema is too deep to be read."""
@@ -87,25 +83,25 @@ class _Lookup:
 
     def _found(self, schema: Any) -> Types | None:
         if not isinstance(schema, Mapping):
-            return frozenset() if schema is False else self._silent
-        found = [self._own(schema), *map(self._found, _listed(schema, "allOf"))]
+            return frozenset() if schema is False else self.silent
+        found = [self.own(schema), *map(self._found, _listed(schema, "allOf"))]
         is_circle = False
         if isinstance(reference := schema.get("$ref"), str):
             found.append(self._referred(reference))
             is_circle = found[-1] is None
         for keyword in ("anyOf", "oneOf"):
             options = [self._found(one) for one in _listed(schema, keyword)]
-            says = bool(_known(options)) and not (self._strict and None in options)
+            says = bool(_known(options)) and not (self.strict and None in options)
             found.append(frozenset().union(*_known(options)) if says else None)
         known = _known(found)
         if not known:
-            return None if is_circle else self._silent
+            return None if is_circle else self.silent
         return known[0].intersection(*known[1:]).union(["null"] if schema.get("nullable") is True else [])
 
     def _referred(self, reference: str) -> Types | None:
         if reference not in self._known:
             self._known[reference] = None
-            self._known[reference] = self._found(_at(reference, self._root))
+            self._known[reference] = self._found(_at(reference, self.root))
         return self._known[reference]
 
 

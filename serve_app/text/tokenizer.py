@@ -3,7 +3,7 @@
 import codecs
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -396,55 +396,45 @@ class Tokenizer:
         return {text: token for text, token in found.items() if token is not None and text and "\ufffd" not in text}
 
 
+@dataclass(slots=True)
 class Detokenizer:
     """Turns a growing run of token ids into text.
 
     A character whose bytes are spread over tokens counts to the token that completes it. Constant work per byte.
-
-    Args:
-        token_bytes: of a token.
-        skipped: ids without text.
-        first_bytes: of the first token, where it differs.
-        stripped: characters, all the same, that are dropped at the start as far as the text has them.
-        errors: what becomes of bytes that form no character, as `codecs` names it.
     """
 
-    def __init__(
-        self,
-        token_bytes: Callable[[int], bytes],
-        skipped: frozenset[int],
-        first_bytes: Callable[[int], bytes] | None = None,
-        stripped: str = "",
-        *,
-        errors: str = "replace",
-    ) -> None:
-        self._token_bytes = token_bytes
-        self._skipped = skipped
-        self._first_bytes = first_bytes  # until the first token has come
-        self._stripped = stripped  # still to be dropped
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
+    token_bytes: Callable[[int], bytes]  # of a token
+    skipped: frozenset[int]  # ids without text
+    first_bytes: Callable[[int], bytes] | None = None  # of the first token, where it differs
+    stripped: str = ""  # characters, all the same, that are dropped at the start as far as the text has them
+    _: KW_ONLY
+    errors: str = "replace"  # what becomes of bytes that form no character, as `codecs` names it
+    _utf8: codecs.IncrementalDecoder = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(self.errors)
 
     def push(self, ids: Sequence[int]) -> list[str]:
         """The text that each of the ids adds."""
-        if self._first_bytes is None and not self._stripped:
-            raw, decode = self._token_bytes, self._utf8.decode
-            return ["" if token_id in self._skipped else decode(raw(token_id)) for token_id in ids]
-        return ["" if token_id in self._skipped else self._text(token_id) for token_id in ids]
+        if self.first_bytes is None and not self.stripped:
+            raw, decode = self.token_bytes, self._utf8.decode
+            return ["" if token_id in self.skipped else decode(raw(token_id)) for token_id in ids]
+        return ["" if token_id in self.skipped else self._text(token_id) for token_id in ids]
 
     def finish(self) -> str:
         """The rest: U+FFFD for a character that was never completed, else nothing."""
         return self._utf8.decode(b"", final=True)
 
     def _text(self, token_id: int) -> str:
-        raw = self._token_bytes(token_id)
-        if self._first_bytes is not None and raw:
-            raw, self._first_bytes = self._first_bytes(token_id), None
+        raw = self.token_bytes(token_id)
+        if self.first_bytes is not None and raw:
+            raw, self.first_bytes = self.first_bytes(token_id), None
         text = self._utf8.decode(raw)
-        while self._stripped and text:
-            if not text.startswith(self._stripped[0]):
-                self._stripped = ""
+        while self.stripped and text:
+            if not text.startswith(self.stripped[0]):
+                self.stripped = ""
                 break
-            text, self._stripped = text[1:], self._stripped[1:]
+            text, self.stripped = text[1:], self.stripped[1:]
         return text
 
 

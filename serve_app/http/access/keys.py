@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal
@@ -128,37 +129,29 @@ def _write(path: Path, file: KeyFile) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror}.") from error
 
 
+@dataclass(slots=True)
 class KeyStore:
     """The keys of a file, which is read again when it has changed; checked at most once a second.
 
     A changed file that is invalid, or missing, changes nothing: the known keys stay valid, the log says why, and
     `reloaded` is called.
 
-    Args:
-        path: of the file.
-        reloaded: called after each attempt to read a changed file, with whether it succeeded.
-        clock: seconds, monotonic.
-        now: unix seconds, for expiry.
-
     Raises:
         ConfigError: the file cannot be read, or is wrong, at the start.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        reloaded: Callable[[bool], None] = lambda _: None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        now: Callable[[], float] = time.time,
-    ) -> None:
-        self._path = path
-        self._reloaded = reloaded
-        self._clock = clock
-        self._now = now
-        self._seen = self._signature()
-        self._looked_at = clock()
-        self._keys = _ready(read_keys(path))
+    path: Path  # of the file
+    reloaded: Callable[[bool], None] = lambda _: None  # after each attempt to read a changed file: whether it succeeded
+    _: KW_ONLY
+    clock: Callable[[], float] = time.monotonic  # seconds, monotonic
+    now: Callable[[], float] = time.time  # unix seconds, for expiry
+    _seen: tuple[int, int, int] | None = field(init=False)
+    _looked_at: float = field(init=False)
+    _keys: list[tuple[bytes, float, Caller]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._seen, self._looked_at = self._signature(), self.clock()
+        self._keys = _ready(read_keys(self.path))
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -169,31 +162,31 @@ class KeyStore:
         digest = digest_of(key).encode()
         found: Caller | None = None
         for expected, expires_at, caller in self._keys:
-            if secrets.compare_digest(expected, digest) and self._now() < expires_at:
+            if secrets.compare_digest(expected, digest) and self.now() < expires_at:
                 found = caller
         return found
 
     def _look(self) -> None:
-        if self._clock() - self._looked_at < _LOOK_EVERY_S:
+        if self.clock() - self._looked_at < _LOOK_EVERY_S:
             return
-        self._looked_at = self._clock()
+        self._looked_at = self.clock()
         signature = self._signature()
         if signature == self._seen:
             return
         self._seen = signature
         try:
-            self._keys = _ready(read_keys(self._path))
+            self._keys = _ready(read_keys(self.path))
         except ConfigError as error:
             _logger.error("keeping the previous keys, because the changed file is invalid: %s", error)
-            self._reloaded(False)
+            self.reloaded(False)
         else:
-            _logger.info("reloaded %s: %d keys", self._path, len(self._keys))
-            self._reloaded(True)
+            _logger.info("reloaded %s: %d keys", self.path, len(self._keys))
+            self.reloaded(True)
 
     def _signature(self) -> tuple[int, int, int] | None:
         """Identifies a version of the file; None if there is no file."""
         try:
-            status = self._path.stat()
+            status = self.path.stat()
         except OSError:
             return None
         return status.st_mtime_ns, status.st_size, status.st_ino

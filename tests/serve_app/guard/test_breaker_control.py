@@ -354,6 +354,6 @@ async def test_the_referee_finds_the_fault_and_speculation_is_off_until_a_canary
 
 async def test_what_nobody_notices_is_missed(rehearsed: Rehearsed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rehearsal, "_LONGEST_S", 0.5)
-    rehearsed.canary._judge = None  # the referee sees nothing
+    rehearsed.canary.judge = None  # the referee sees nothing
     assert (await rehearsed.rehearse()).state == "missed"
     assert rehearsed.control.status.state is BreakerState.CLOSED

@@ -126,7 +126,7 @@ async def test_what_there_is_no_room_for_is_dropped_and_counted(tokenizer: Token
 async def test_a_thousand_replies_at_once_leave_nothing(tokenizer: Tokenizer) -> None:
     service = TappedService(tokenizer, max_num_seqs=2000)
     kinds: list[dict[str, Any]] = [{}, STREAMED, {"verify": True}, {"stream": True, "verify": True}, {"stop": "x"}]
-    service.front_end._source._limits = SourceLimits(2000, 300.0)  # type: ignore[attr-defined]
+    service.front_end._source.limits = SourceLimits(2000, 300.0)  # type: ignore[attr-defined]
     bodies = [BODIES[CHAT] | kinds[number % 5] | {"seed": number} for number in range(1000)]
     transport = httpx.ASGITransport(app=service.app)
     async with httpx.AsyncClient(transport=transport, base_url="http://app", timeout=120) as client:

@@ -308,8 +308,8 @@ async def test_what_the_source_refuses_is_rejected_unless_it_has_begun_and_might
     for num_given, outcome in ((0, at_once), (1, on_the_way)):
         ended: list[str] = []
         watched = Watched(clock)
-        watched.source._source = watched.slow = Failing(error, num_given)
-        watched.source._ended = lambda record, answer, ended=ended: ended.append(record.request.request_id)
+        watched.source.source = watched.slow = Failing(error, num_given)
+        watched.source.ended = lambda record, answer, ended=ended: ended.append(record.request.request_id)
         await watched.begin("cmpl-a-0", choices=2)
         with pytest.raises(type(error)):
             await watched.tasks["cmpl-a-0"]
