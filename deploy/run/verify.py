@@ -6,7 +6,7 @@ our rules turn them into draws again. Needs neither Ray nor a server.
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -163,27 +163,20 @@ def _listed(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {on_one_line(str(value))}" for name, value in values.items() if value is not None)
 
 
+@dataclass
 class Verifier:
-    """Checks receipts against one model. Each form of the weights is read once, and let go when the block ends.
+    """Checks receipts against one model. Each form of the weights is read once, and let go when the block ends."""
 
-    Args:
-        folder: the model's.
-        engine: what computes the logits again.
-        longest: tokens of prompt and answer of the longest receipt that will come.
-        public_key: of whoever must have signed them; None = nobody.
-        precision: the coarsest of `PRECISIONS` that a receipt may claim; "" = that of bfloat16, or of the checkpoint.
-    """
+    folder: Path  # the model's
+    engine: EngineName  # what computes the logits again
+    longest: int  # tokens of prompt and answer of the longest receipt that will come
+    public_key: PublicKey | None = None  # of whoever must have signed them; None = nobody
+    precision: str = ""  # the coarsest of `PRECISIONS` that it may claim; "" = that of bfloat16, or of the checkpoint
+    _fingerprints: dict[str, str] = field(default_factory=dict)  # by form of the weights
+    _replayers: dict[ReplayerOptions, LoadedReplayer] = field(default_factory=dict)
 
-    def __init__(
-        self, folder: Path, engine: EngineName, longest: int, public_key: PublicKey | None = None, precision: str = ""
-    ) -> None:
-        self._folder = folder
-        self._precision = precision or precision_of("bfloat16", format_held(folder))
-        self._engine = engine
-        self._longest = longest
-        self._public_key = public_key
-        self._fingerprints: dict[str, str] = {}  # by form of the weights
-        self._replayers: dict[ReplayerOptions, LoadedReplayer] = {}
+    def __post_init__(self) -> None:
+        self.precision = self.precision or precision_of("bfloat16", format_held(self.folder))
 
     async def __aenter__(self) -> "Verifier":
         return self
@@ -195,21 +188,21 @@ class Verifier:
     async def check(self, receipt: Receipt, replied: Replied | None = None) -> ReceiptVerdict:
         """Compute a receipt's answer again, and compare; replied: the choice that it came with. Raises TruespecError:
         it cannot be checked here; the message says why, and what to do."""
-        reason, signature = _check_signature(receipt, self._public_key)
+        reason, signature = _check_signature(receipt, self.public_key)
         reason = reason or self._wrong_contents(receipt, replied)
         if reason:
             return ReceiptVerdict(receipt, reason, signature)
         tolerance = Tolerance.against_float32(precision_of(receipt.dtype, receipt.weights))
-        found = _judge(receipt, await self._replayed(receipt), tolerance, signature, _name(receipt, self._engine))
-        return replace(found, is_signed=self._public_key is not None, with_reply=replied is not None)
+        found = _judge(receipt, await self._replayed(receipt), tolerance, signature, _name(receipt, self.engine))
+        return replace(found, is_signed=self.public_key is not None, with_reply=replied is not None)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        return Tokenizer.from_folder(self._folder)
+        return Tokenizer.from_folder(self.folder)
 
     @cached_property
     def _model(self) -> ModelConfig:
-        return ModelConfig.from_folder(self._folder)
+        return ModelConfig.from_folder(self.folder)
 
     def _wrong_contents(self, receipt: Receipt, replied: Replied | None) -> str:
         """Say what is wrong before anything is computed; "" = nothing."""
@@ -222,8 +215,8 @@ class Verifier:
             return f"its dtype is {on_one_line(receipt.dtype)}, and an engine computes in {' or '.join(_DTYPES)}"
         if receipt.weights not in FORMATS:
             return f"its weights are {on_one_line(receipt.weights)}, a form that no engine has"
-        if PRECISIONS.index(own := precision_of(receipt.dtype, receipt.weights)) > PRECISIONS.index(self._precision):
-            allowed = f"and {self._precision} is the coarsest that is allowed for this model"
+        if PRECISIONS.index(own := precision_of(receipt.dtype, receipt.weights)) > PRECISIONS.index(self.precision):
+            allowed = f"and {self.precision} is the coarsest that is allowed for this model"
             return f"it says that it was computed in {own}, {allowed} (--precision)"
         model = self._model
         if receipt.num_tokens > model.max_position_embeddings:
@@ -243,10 +236,10 @@ class Verifier:
         if replied is not None and (reason := replied.wrong(receipt, text, said.found, self._tokenizer)):
             return reason
         if receipt.weights not in self._fingerprints:
-            self._fingerprints[receipt.weights] = model_fingerprint(self._folder, weights=receipt.weights)
+            self._fingerprints[receipt.weights] = model_fingerprint(self.folder, weights=receipt.weights)
         found = self._fingerprints[receipt.weights]
         if found != receipt.fingerprint:
-            return f"the weights' fingerprint is {receipt.fingerprint[:64]}, and that of {self._folder} is {found}"
+            return f"the weights' fingerprint is {receipt.fingerprint[:64]}, and that of {self.folder} is {found}"
         return ""
 
     def _said(self, receipt: Receipt) -> tuple[AnswerText, str]:
@@ -267,12 +260,12 @@ class Verifier:
         """By our engine, in float32 or in the form that the weights were rounded to; or by `transformers`."""
         rounded = is_rounded(receipt.weights)
         options = ReplayerOptions(
-            self._folder,
-            self._engine,
+            self.folder,
+            self.engine,
             dtype="bfloat16" if rounded and receipt.dtype == "bfloat16" else "float32",
             quantization=receipt.weights if rounded else "auto",
             device="cpu" if "cpu" in FORMATS[receipt.weights].devices else "auto",
-            max_model_len=self._longest,
+            max_model_len=self.longest,
             at_once=1,
         )
         if options not in self._replayers:

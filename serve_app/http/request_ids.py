@@ -4,6 +4,7 @@ import logging
 import re
 import time
 import uuid
+from dataclasses import dataclass
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,27 +21,23 @@ _COUNTED = ("/v1/", "/inference/")
 LONGEST_PATH = 200  # characters that are logged
 
 
+@dataclass(slots=True)
 class RequestIds:
     """Gives every request an id (its own `x-request-id` where that is a proper one) and a line in the log; and a span
     to each that computes something.
 
     An id that is made here is reported in the response. One that came with the request is not: Ray Serve's proxy, which
     names requests that have no id, adds the id to the response itself, and it would stand there twice.
-
-    Args:
-        tracing: goes on with the client's trace.
-        metrics: responses by status code; None = not counted.
     """
 
-    def __init__(self, app: ASGIApp, tracing: Tracing, metrics: Metrics | None = None) -> None:
-        self._app = app
-        self._tracing = tracing
-        self._metrics = metrics
+    app: ASGIApp
+    tracing: Tracing  # goes on with the client's trace
+    metrics: Metrics | None = None  # responses by status code; None = not counted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request (ASGI)."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         request_id, method = request_id_of(scope), scope["method"]
         path = path_of(scope)
@@ -56,17 +53,17 @@ class RequestIds:
 
         about = {"http.request.method": method, "url.path": path, "truespec.request_id": request_id}
         traced = method == "POST" and path in COMPUTING
-        with self._tracing.request(f"{method} {path}", request_id, scope["headers"], about, traced=traced) as span:
+        with self.tracing.request(f"{method} {path}", request_id, scope["headers"], about, traced=traced) as span:
             try:
-                await self._app(scope, receive, send_with_id)
+                await self.app(scope, receive, send_with_id)
             finally:
                 shown, duration_s = path[:LONGEST_PATH], time.monotonic() - began
                 fields = {"method": method, "path": shown, "status": status, "duration_s": duration_s}
                 level = logging.INFO if path.startswith(_WORTH_A_LINE) else logging.DEBUG
                 logger.log(level, "%s %s %d", method, shown, status, extra={"fields": fields})
                 span.set_attribute("http.response.status_code", status)
-                if self._metrics is not None and status and path.startswith(_COUNTED):
-                    self._metrics.count("truespec_http_responses_total", code=str(status))
+                if self.metrics is not None and status and path.startswith(_COUNTED):
+                    self.metrics.count("truespec_http_responses_total", code=str(status))
                 if status >= 500:
                     failed(span, f"status {status}")
 

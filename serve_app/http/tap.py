@@ -1,5 +1,7 @@
 """The tap where the application meets the socket: what is checked is what came in and went out."""
 
+from dataclasses import dataclass, field
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.http.request_ids import COMPUTING, path_of
@@ -9,26 +11,22 @@ from serve_app.referee.records.tapped_reply import TappedBytes, TappedReply
 _IN_SCOPE = "truespec.tapped_reply"
 
 
+@dataclass(slots=True)
 class Tap:
     """Passes everything on, and keeps the bytes of requests that compute something and of their replies (ASGI). It is
     the outermost layer: nothing changes a reply behind it.
-
-    Args:
-        app: all other layers.
-        checks: what whole exchanges go to.
     """
 
-    def __init__(self, app: ASGIApp, checks: Checks) -> None:
-        self._app = app
-        self._checks = checks
-        self.held = TappedBytes()
+    app: ASGIApp  # all other layers
+    checks: Checks  # what whole exchanges go to
+    held: TappedBytes = field(default_factory=TappedBytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request (ASGI)."""
         if scope["type"] != "http" or scope["method"] != "POST" or (path := path_of(scope)) not in COMPUTING:
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
-        reply = scope[_IN_SCOPE] = TappedReply(path, self._checks, self.held)
+        reply = scope[_IN_SCOPE] = TappedReply(path, self.checks, self.held)
 
         async def receive_tapped() -> Message:
             message = await receive()
@@ -44,7 +42,7 @@ class Tap:
                 reply.take_reply(message.get("body", b""), last=not message.get("more_body", False))
 
         try:
-            await self._app(scope, receive_tapped, send_tapped)
+            await self.app(scope, receive_tapped, send_tapped)
         finally:
             reply.close()
 

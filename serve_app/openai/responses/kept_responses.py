@@ -3,7 +3,7 @@
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
@@ -30,31 +30,25 @@ class _Entry:
     record: bytes
 
 
+@dataclass(slots=True)
 class ResponseStore:
-    """Responses by their ids, in this process; the oldest go first (a `KeptResponses`).
+    """Responses by their ids, in this process; the oldest go first (a `KeptResponses`)."""
 
-    Args:
-        max_bytes: of all of them together.
-        max_age_s: how long each is kept.
-        clock: seconds, monotonic.
-    """
-
-    def __init__(self, max_bytes: int, max_age_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._max_bytes = max_bytes
-        self._max_age_s = max_age_s
-        self._clock = clock
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
-        self._num_bytes = 0
+    max_bytes: int  # of all of them together
+    max_age_s: float  # how long each is kept
+    clock: Callable[[], float] = time.monotonic  # seconds, monotonic
+    _entries: OrderedDict[str, _Entry] = field(default_factory=OrderedDict)
+    _num_bytes: int = 0
 
     async def put(self, response_id: str, owner: str, record: bytes) -> bool:
         """Keep a response; returns whether it is kept: one that is larger than all may be is not."""
-        if len(record) > self._max_bytes:
+        if len(record) > self.max_bytes:
             return False
         self._drop_old()
         self._drop(response_id)
-        self._entries[response_id] = _Entry(owner, self._clock() + self._max_age_s, record)
+        self._entries[response_id] = _Entry(owner, self.clock() + self.max_age_s, record)
         self._num_bytes += len(record)
-        while self._num_bytes > self._max_bytes:
+        while self._num_bytes > self.max_bytes:
             self._drop(next(iter(self._entries)))
         return True
 
@@ -72,7 +66,7 @@ class ResponseStore:
         return found
 
     def _drop_old(self) -> None:
-        while self._entries and next(iter(self._entries.values())).expires_at <= self._clock():
+        while self._entries and next(iter(self._entries.values())).expires_at <= self.clock():
             self._drop(next(iter(self._entries)))
 
     def _drop(self, response_id: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from serve_app.errors import PreviousResponseNotFound, UnknownResponse, UnsupportedParameter
 from serve_app.openai.frontend import FrontEnd
@@ -16,17 +17,12 @@ from speculative.errors import InvalidRequest
 _NOTHING_KEPT = "this server keeps no responses; set responses.max_mib in its configuration"
 
 
+@dataclass(slots=True)
 class ResponsesAdapter:
-    """The Responses API over a front end.
+    """The Responses API over a front end."""
 
-    Args:
-        front_end: answers the chat requests.
-        kept: where responses are kept; None = nothing is.
-    """
-
-    def __init__(self, front_end: FrontEnd, kept: KeptResponses | None = None) -> None:
-        self._front_end = front_end
-        self._kept = kept
+    front_end: FrontEnd  # answers the chat requests
+    kept: KeptResponses | None = None  # where responses are kept; None = nothing is
 
     async def prepare(self, wire: ResponsesRequest, owner: str, timeout_s: float | None = None) -> Planned:
         """Check a request and tokenise it; `owner` is whose responses it may refer to. Raises InvalidRequest: it can
@@ -34,7 +30,7 @@ class ResponsesAdapter:
         earlier: Sequence[AnyItem] = ()
         if (response_id := wire.previous_response_id) is not None:
             name = "previous_response_id"
-            if self._kept is None:
+            if self.kept is None:
                 raise UnsupportedParameter(name, f"{name}: {_NOTHING_KEPT}, or send all items of the conversation.")
             found = await self._find(response_id, owner)
             if found is None:
@@ -44,20 +40,20 @@ class ResponsesAdapter:
             earlier = items_from([*found["items"], *found["response"]["output"]])
         items = [await self._referred(item, f"input.{number}", owner) for number, item in enumerate(wire.items)]
         conversation = wire.conversation(earlier, items)
-        stores = self._kept is not None and wire.store is not False
+        stores = self.kept is not None and wire.store is not False
 
         async def keep(response: Fields) -> bool:
             """Keep it with the conversation before it, so that it outlives the responses that this went on from."""
-            assert self._kept is not None
+            assert self.kept is not None
             said = [item.model_dump(exclude_none=True, by_alias=True) for item in (*earlier, *items)]
             record = {"response": response | {"store": True}, "items": said}
-            return await self._kept.put(response["id"], owner, json.dumps(record).encode())
+            return await self.kept.put(response["id"], owner, json.dumps(record).encode())
 
-        form = ResponsesFormat(wire.echo(), stores, keep, self._front_end.count_tokens)
+        form = ResponsesFormat(wire.echo(), stores, keep, self.front_end.count_tokens)
         with in_words(conversation.in_our_words):
             chat = wire.as_chat(conversation)
             chat.check_together()
-        return await self._front_end.prepare(chat, form, conversation.in_our_words, timeout_s=timeout_s)
+        return await self.front_end.prepare(chat, form, conversation.in_our_words, timeout_s=timeout_s)
 
     async def show(self, response_id: str, owner: str) -> Fields:
         """A response that was kept. Raises UnknownResponse: there is none of that id."""
@@ -69,18 +65,18 @@ class ResponsesAdapter:
 
     async def delete(self, response_id: str, owner: str) -> Fields:
         """Forget a response. Raises UnknownResponse: there is none of that id."""
-        if self._kept is None or not await self._kept.delete(response_id, owner):
+        if self.kept is None or not await self.kept.delete(response_id, owner):
             raise self._unknown(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     def _unknown(self, response_id: str) -> UnknownResponse:
         what = f"There is no response '{response_id[:100]}' here"
-        if self._kept is None:
+        if self.kept is None:
             return UnknownResponse(f"{what}: {_NOTHING_KEPT}.")
         return UnknownResponse(f"{what}: it was never kept, was deleted, or is too old.")
 
     async def _find(self, response_id: str, owner: str) -> Fields | None:
-        record = None if self._kept is None else await self._kept.get(response_id, owner)
+        record = None if self.kept is None else await self.kept.get(response_id, owner)
         if record is None:
             return None
         found: Fields = json.loads(record)
@@ -90,7 +86,7 @@ class ResponsesAdapter:
         """Return what an item refers to; itself, where it is no reference."""
         if not isinstance(item, ItemReference):
             return item
-        if self._kept is None:
+        if self.kept is None:
             raise UnsupportedParameter(path, f"{path}: item_reference: {_NOTHING_KEPT}, or send the item itself.")
         found = await self._find(response_of(item.id), owner)
         for one in found["response"]["output"] if found is not None else ():

@@ -90,7 +90,7 @@ class ReplicaBook:
 
     tolerances: Tolerances  # between the engines that answer and those that replay
     dumps: DumpFolder = field(default_factory=lambda: DumpFolder(None, 0, 0))  # where a post-mortem is written
-    verdicts: VerdictBook = field(default_factory=lambda: VerdictBook(10_000))
+    verdicts: VerdictBook = field(default_factory=VerdictBook)
     _: KW_ONLY
     # of each alarm, with the replica that raised it and the answer that completed its evidence
     alarmed: Callable[[Alarm, str, Case], None] = lambda alarm, replica, case: None

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from serve_app.referee.judge.alternatives import NOTHING_COMPARED, AlternativesFound
@@ -140,17 +140,13 @@ class _Entry:
     checked: Checked
 
 
+@dataclass(slots=True)
 class VerdictBook:
-    """Verdicts by reply and choice; the oldest replies are forgotten.
+    """Verdicts by reply and choice; the oldest replies are forgotten."""
 
-    Args:
-        max_replies: how many replies are remembered.
-    """
-
-    def __init__(self, max_replies: int) -> None:
-        self._max_replies = max_replies
-        self._replies: OrderedDict[str, dict[int, _Entry]] = OrderedDict()
-        self._trips: dict[str, deque[Trip]] = {}
+    max_replies: int = 10_000  # how many replies are remembered
+    _replies: OrderedDict[str, dict[int, _Entry]] = field(default_factory=OrderedDict)
+    _trips: dict[str, deque[Trip]] = field(default_factory=dict)
 
     def note(self, replica: str, finished: Finished) -> None:
         """A request has ended; nothing is known of it yet, unless its check was faster."""
@@ -189,7 +185,7 @@ class VerdictBook:
         reply_id, index = split_id(request_id)
         judged = self._judged(entry)
         self._replies.setdefault(reply_id, {})[index] = judged
-        while len(self._replies) > self._max_replies:
+        while len(self._replies) > self.max_replies:
             self._replies.popitem(last=False)
         return judged
 

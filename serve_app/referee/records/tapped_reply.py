@@ -5,6 +5,7 @@ They are kept in memory only, within bounds, and are in no log.
 
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from serve_app.referee.records.replay_selection import Checks
 from serve_app.referee.wire.exchange import Exchange
@@ -12,18 +13,13 @@ from serve_app.referee.wire.exchange import Exchange
 MOST_BYTES, MOST_BYTES_OF_ALL = 32 * 2**20, 256 * 2**20
 
 
+@dataclass(slots=True)
 class TappedBytes:
-    """A count of the bytes that are kept in this process.
+    """A count of the bytes that are kept in this process."""
 
-    Args:
-        most: of one exchange.
-        most_of_all: of all exchanges together.
-    """
-
-    def __init__(self, most: int = MOST_BYTES, most_of_all: int = MOST_BYTES_OF_ALL) -> None:
-        self._most = most
-        self._most_of_all = most_of_all
-        self.num_bytes = 0
+    most: int = MOST_BYTES  # of one exchange
+    most_of_all: int = MOST_BYTES_OF_ALL  # of all exchanges together
+    num_bytes: int = 0
 
     def release(self, num_bytes: int) -> None:
         """Note that so many bytes are let go of."""
@@ -31,36 +27,30 @@ class TappedBytes:
 
     def has_room(self, of_one: int, more: int) -> bool:
         """Return whether an exchange that has so many bytes may have more."""
-        return of_one + more <= self._most and self.num_bytes + more <= self._most_of_all
+        return of_one + more <= self.most and self.num_bytes + more <= self.most_of_all
 
 
+@dataclass(slots=True)
 class TappedReply:
-    """One request on its way, and the reply to it.
+    """One request on its way, and the reply to it."""
 
-    Args:
-        path: of the request.
-        checks: what the whole exchange goes to, if the reply is one that they choose.
-        held: what its bytes are counted in.
-    """
-
-    def __init__(self, path: str, checks: Checks, held: TappedBytes) -> None:
-        self._path = path
-        self._checks = checks
-        self._held = held
-        self._began_at = time.time()
-        self._reply_id = ""
-        self._lost = ""  # why there are no bytes, as the metrics name it
-        self._num_bytes = 0
-        self._request: list[bytes] = []
-        self._reply: list[bytes] = []
-        self._preview: list[bytes] = []
-        self._status = 0
-        self._streamed = False
-        self._whole = False
+    path: str  # of the request
+    checks: Checks  # what the whole exchange goes to, if the reply is one that they choose
+    held: TappedBytes  # what its bytes are counted in
+    _began_at: float = field(default_factory=time.time)
+    _reply_id: str = ""
+    _lost: str = ""  # why there are no bytes, as the metrics name it
+    _num_bytes: int = 0
+    _request: list[bytes] = field(default_factory=list)
+    _reply: list[bytes] = field(default_factory=list)
+    _preview: list[bytes] = field(default_factory=list)
+    _status: int = 0
+    _streamed: bool = False
+    _whole: bool = False
 
     def choose(self, reply_id: str, *, awaited: bool) -> None:
         """Go on if this reply is checked, and else keep nothing. awaited: whether its client waits for a verdict."""
-        if self._checks.expect(reply_id, awaited=awaited):
+        if self.checks.expect(reply_id, awaited=awaited):
             self._reply_id = reply_id
         else:
             self._drop("not_chosen")
@@ -99,31 +89,31 @@ class TappedReply:
         if not self._reply_id:
             self._drop("not_chosen")
         elif self._lost:
-            self._checks.lost(self._reply_id, self._lost)
+            self.checks.lost(self._reply_id, self._lost)
         else:
             exchange, num_bytes = self._exchange(self._reply, streamed=self._streamed), self._num_bytes
-            self._held.num_bytes += num_bytes  # of the exchange, in the place of its parts
+            self.held.num_bytes += num_bytes  # of the exchange, in the place of its parts
             self._drop("read")
-            reading = self._checks.sent(self._reply_id, exchange)
-            reading.add_done_callback(lambda _: self._held.release(num_bytes))
+            reading = self.checks.sent(self._reply_id, exchange)
+            reading.add_done_callback(lambda _: self.held.release(num_bytes))
 
     def _exchange(self, reply: list[bytes], *, streamed: bool) -> Exchange:
         bodies = b"".join(self._request), b"".join(reply)
-        return Exchange(self._path, *bodies, streamed, self._began_at, time.time())
+        return Exchange(self.path, *bodies, streamed, self._began_at, time.time())
 
     def _keep(self, parts: list[bytes], part: bytes) -> None:
         if self._lost:
             return
-        if not self._held.has_room(self._num_bytes, len(part)):
+        if not self.held.has_room(self._num_bytes, len(part)):
             self._drop("too_large")
             return
         parts.append(bytes(part))  # the same object, unless it is one that may change
         self._num_bytes += len(part)
-        self._held.num_bytes += len(part)
+        self.held.num_bytes += len(part)
 
     def _drop(self, why: str) -> None:
         self._lost = self._lost or why
         for parts in (self._request, self._reply, self._preview):
             parts.clear()
-        self._held.release(self._num_bytes)
+        self.held.release(self._num_bytes)
         self._num_bytes = 0
