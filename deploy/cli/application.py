@@ -27,13 +27,10 @@ _THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
 
 @dataclass(frozen=True, slots=True)
 class ServeTarget:
-    """Target of a command line: a file of settings or a model of one's own.
-
-    changes: settings that were given beside it as flags, by the flag.
-    """
+    """Target of a command line: a file of settings or a model of one's own."""
 
     target: Path | OwnModel
-    changes: Mapping[str, Any] = field(default_factory=dict)
+    changes: Mapping[str, Any] = field(default_factory=dict)  # settings that were given beside it as flags, by the flag
 
     @property
     def named(self) -> str:

@@ -17,21 +17,14 @@ _LONGEST_WAIT_S = 300.0  # between two tries, whatever a server asks for
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """The way in which requests are sent.
-
-    concurrency: requests in flight.
-    retries: tries of a request after the first one.
-    timeout: of one try, seconds.
-    verify: ask for the verdict of every answer.
-    api_key: sent as a bearer token; None sends none.
-    """
+    """The way in which requests are sent."""
 
     url: str
-    concurrency: int = 16
-    retries: int = 8
-    timeout: float = 600.0
-    verify: bool = False
-    api_key: str | None = None
+    concurrency: int = 16  # requests in flight
+    retries: int = 8  # tries of a request after the first one
+    timeout: float = 600.0  # of one try, seconds
+    verify: bool = False  # ask for the verdict of every answer
+    api_key: str | None = None  # sent as a bearer token; None sends none
 
 
 def run_batch(requests: Mapping[str, BatchRequest], output: BatchOutput, options: BatchOptions, view: View) -> None:

@@ -10,29 +10,22 @@ Kind = Literal["ok", "bad", "unclear", "none", ""]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A text that is shown as what it says.
-
-    detail: shown below it where there is room.
-    """
+    """A text that is shown as what it says."""
 
     text: str
     kind: Kind = ""
-    detail: str = ""
+    detail: str = ""  # shown below it where there is room
 
 
 @dataclass(frozen=True, slots=True)
 class ReportTable:
-    """A table of texts.
-
-    numbers: columns that are aligned on the right, and whole.
-    whole: other columns whose texts are not broken into lines, on a terminal.
-    """
+    """A table of texts."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str | Cell]]
-    numbers: Collection[int] = ()
-    whole: Collection[int] = ()
+    numbers: Collection[int] = ()  # columns that are aligned on the right, and whole
+    whole: Collection[int] = ()  # other columns whose texts are not broken into lines, on a terminal
 
     def cells(self) -> Iterator[list[Cell]]:
         """The rows."""
@@ -41,36 +34,24 @@ class ReportTable:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Something that was found.
+    """Something that was found."""
 
-    title: what it is.
-    facts: what is known of it, by name.
-    named: what its example is called.
-    example: the facts of that; {} = there is none.
-    where: who found it.
-    """
-
-    title: str
-    facts: Mapping[str, object]
-    named: str = ""
-    example: Mapping[str, object] = field(default_factory=dict)
-    where: str = ""
+    title: str  # what it is
+    facts: Mapping[str, object]  # what is known of it, by name
+    named: str = ""  # what its example is called
+    example: Mapping[str, object] = field(default_factory=dict)  # the facts of that; {} = there is none
+    where: str = ""  # who found it
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A line through points (time, value), and the band in which each should lie; a terminal leaves it out.
-
-    band: lowest and highest value for each point.
-    first: what the axis says at its beginning.
-    last: at its end.
-    """
+    """A line through points (time, value), and the band in which each should lie; a terminal leaves it out."""
 
     label: str
     points: Sequence[tuple[float, float]]
-    band: Sequence[tuple[float, float]]
-    first: str
-    last: str
+    band: Sequence[tuple[float, float]]  # lowest and highest value for each point
+    first: str  # what the axis says at its beginning
+    last: str  # at its end
 
 
 Facts = Mapping[str, object]
@@ -89,15 +70,10 @@ class ReportSection:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A whole report.
-
-    verdict: in a sentence.
-    about: of what it is.
-    notes: what a reader of the verdict must know besides.
-    """
+    """A whole report."""
 
     title: str
-    verdict: Cell
-    about: str
-    notes: Sequence[str]
+    verdict: Cell  # in a sentence
+    about: str  # of what it is
+    notes: Sequence[str]  # what a reader of the verdict must know besides
     sections: Sequence[ReportSection]

@@ -32,14 +32,11 @@ BUSY_CORES = 0.25  # of others: beyond it, a small model's speed is theirs as mu
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A task that people ask for.
-
-    temperature: sampled answers are what the self-checks count.
-    """
+    """A task that people ask for."""
 
     name: str
     prompt: str
-    temperature: float = 0.0
+    temperature: float = 0.0  # sampled answers are what the self-checks count
 
 
 TASKS = (

@@ -12,16 +12,11 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Processors and memory.
+    """Processors and memory."""
 
-    num_cpus: cores, as Ray counts them.
-    memory_bytes: of the machine, or of the container that this runs in.
-    gpu_bytes: memory of each GPU that torch can use.
-    """
-
-    num_cpus: int
-    memory_bytes: int
-    gpu_bytes: tuple[int, ...] = ()
+    num_cpus: int  # cores, as Ray counts them
+    memory_bytes: int  # of the machine, or of the container that this runs in
+    gpu_bytes: tuple[int, ...] = ()  # memory of each GPU that torch can use
 
     @classmethod
     def here(cls) -> "Machine":

@@ -21,17 +21,14 @@ _CPUS_BESIDE_A_GPU = 4
 class OwnModel:
     """A model and where it is to run; whatever else there is to set is own.yaml's.
 
-    source: a folder, a catalogue name, or a hub id.
     gpus: GPUs to compute on: a replica on each, or with vLLM one replica over all of them; None = one where this
         machine has any.
-    drafter: KIND, or KIND:SOURCE for a drafter with weights; None = own.yaml's.
-    engine: torch or vllm.
     """
 
-    source: str
+    source: str  # a folder, a catalogue name, or a hub id
     gpus: int | None = None
-    drafter: str | None = None
-    engine: str = "torch"
+    drafter: str | None = None  # KIND, or KIND:SOURCE for a drafter with weights; None = own.yaml's
+    engine: str = "torch"  # torch or vllm
 
 
 def settings_of(own: OwnModel) -> Any:

@@ -50,18 +50,14 @@ _MOST_SHARED = 4  # times the cores: beyond it a replica hardly progresses; belo
 class Preflight:
     """Findings of a machine, or of a cluster, about a configuration; each check adds to them.
 
-    faults: what keeps the configuration from being served, a line each.
-    hints: for whoever serves it.
     folders: of the model, and of a drafter with weights, by the setting; without those that are not on this machine.
-    tokenizer: the model's, likewise.
-    formats: of the weights, in our own engine.
     """
 
-    faults: list[str] = field(default_factory=list)
-    hints: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)  # what keeps the configuration from being served, a line each
+    hints: list[str] = field(default_factory=list)  # for whoever serves it
     folders: dict[str, Path] = field(default_factory=dict)
-    tokenizer: Tokenizer | None = None
-    formats: set[str] = field(default_factory=set)
+    tokenizer: Tokenizer | None = None  # the model's, where that is on this machine
+    formats: set[str] = field(default_factory=set)  # of the weights, in our own engine
 
     def fault(self, setting: str, message: str) -> None:
         """Add a fault of a setting below `args`."""

@@ -27,16 +27,14 @@ class Rehearsal:
     """The course of a replica's latest rehearsal.
 
     state: `running`, then `found`, `missed` (nothing was found in time) or `failed` (the log says why).
-    found_by: the check that found the fault, after `num_tokens` of answers with it.
-    num_verified: answers that were made after that, without speculation, and found right.
     """
 
     began_at: float  # unix seconds
     state: str = "running"
-    found_by: str = ""
+    found_by: str = ""  # the check that found the fault, after `num_tokens` of answers with it
     found_at: float = 0.0
     num_tokens: int = 0
-    num_verified: int = 0
+    num_verified: int = 0  # answers that were made after that, without speculation, and found right
 
 
 @dataclass(slots=True)

@@ -91,13 +91,11 @@ class WeightsService(Protocol):
 class Admin:
     """The admin endpoints.
 
-    statuses: where every replica stands.
     order: passes an order on; replicas follow within seconds. Raises UnknownReplica.
-    weights: of the service; None = they cannot be changed.
     rehearse: has a replica rehearse. Raises UnknownReplica. None = the service does not rehearse.
     """
 
-    statuses: Callable[[], Awaitable[Statuses]]
+    statuses: Callable[[], Awaitable[Statuses]]  # where every replica stands
     order: Callable[[SpeculationOrder], Awaitable[Statuses]]
-    weights: WeightsService | None = None
+    weights: WeightsService | None = None  # of the service; None = they cannot be changed
     rehearse: Callable[[RehearsalOrder], Awaitable[Statuses]] | None = None

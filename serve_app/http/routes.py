@@ -64,15 +64,12 @@ _CLIENT_CLOSED = 499  # nginx's number; nobody reads it, but access logs do
 class Operations:
     """Reads beside the front end; of what is None, there is no route.
 
-    metrics: gives the page and its content type.
-    health: raises when the server cannot serve.
-    vllm: for a trainer that knows vLLM's server.
     verdicts: by the id of a reply that was given; None if it is unknown.
     """
 
-    metrics: Callable[[], Awaitable[tuple[bytes, str]]] | None = None
-    health: Callable[[], Awaitable[None]] | None = None
-    vllm: VllmRoutes | None = None
+    metrics: Callable[[], Awaitable[tuple[bytes, str]]] | None = None  # gives the page and its content type
+    health: Callable[[], Awaitable[None]] | None = None  # raises when the server cannot serve
+    vllm: VllmRoutes | None = None  # for a trainer that knows vLLM's server
     verdicts: Callable[[str], Awaitable[dict[str, Any] | None]] | None = None
     kept: KeptResponses | None = None
 

@@ -117,14 +117,10 @@ class FinishUpdate(Wire):
 
 @dataclass(frozen=True, slots=True)
 class VllmRoutes:
-    """The objects that the routes answer from.
+    """The objects that the routes answer from."""
 
-    settings: those of the engine that clients of vLLM read, by vLLM's names.
-    weights: of the service.
-    """
-
-    settings: dict[str, Any]
-    weights: WeightsService
+    settings: dict[str, Any]  # those of the engine that clients of vLLM read, by vLLM's names
+    weights: WeightsService  # of the service
 
 
 def add_vllm_routes(app: FastAPI, front_end: FrontEnd, gate: Gate, routes: VllmRoutes | None) -> None:

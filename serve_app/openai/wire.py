@@ -156,17 +156,12 @@ W = TypeVar("W", bound=Wire)
 
 @dataclass(frozen=True)
 class OneOf(GroupedMetadata):
-    """Metadata of a text that must be one of some words.
-
-    served: what these are, where any other is one that is not served.
-    instead: a word of other servers, and what is to be sent here.
-    further: how one says what is no word.
-    """
+    """Metadata of a text that must be one of some words."""
 
     words: Sequence[str]
-    served: str = ""
-    instead: tuple[str, str] = ("", "")
-    further: tuple[str, ...] = ()
+    served: str = ""  # what these are, where any other is one that is not served
+    instead: tuple[str, str] = ("", "")  # a word of other servers, and what is to be sent here
+    further: tuple[str, ...] = ()  # how one says what is no word
 
     def __iter__(self) -> Iterator[object]:
         def known(word: str) -> str:

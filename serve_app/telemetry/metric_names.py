@@ -150,15 +150,12 @@ _SINCE_HANDOFF = {
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric of the catalogue; its name ends in the unit of its values, except counts.
-
-    meanings: of its labels besides the common ones.
-    """
+    """One metric of the catalogue; its name ends in the unit of its values, except counts."""
 
     name: str
     kind: Kind
     text: str
-    meanings: Mapping[str, Meaning] = field(default_factory=dict)
+    meanings: Mapping[str, Meaning] = field(default_factory=dict)  # of its labels besides the common ones
     buckets: tuple[float, ...] = ()  # upper bounds of a histogram, ascending and positive; +Inf is implied
     steps: StepCounts | None = None  # of a counter that engines keep, who know no metrics
 

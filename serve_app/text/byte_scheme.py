@@ -26,21 +26,16 @@ codecs.register_error(_BY_BYTE, _replaced_by_byte)
 class ByteScheme:
     """The bytes that token strings stand for.
 
-    to_bytes: of one token.
-    first_to_bytes: of a text's first token.
-    stripped: the character dropped at the start of a decoded text.
-    num_stripped: the most of it that are dropped.
     byte_level: whether a token is spelled in GPT-2's stand-ins for bytes, so that an added token, which is plain text,
         must not be read like the others.
-    errors: name in `codecs` of the handler of bytes that form no character.
     """
 
-    to_bytes: Callable[[str], bytes]
-    first_to_bytes: Callable[[str], bytes]
-    stripped: str = " "
-    num_stripped: int = 0
+    to_bytes: Callable[[str], bytes]  # of one token
+    first_to_bytes: Callable[[str], bytes]  # of a text's first token
+    stripped: str = " "  # the character dropped at the start of a decoded text
+    num_stripped: int = 0  # the most of it that are dropped
     byte_level: bool = False
-    errors: str = "replace"
+    errors: str = "replace"  # name in `codecs` of the handler of bytes that form no character
 
     @classmethod
     def read(cls, decoder: Mapping[str, Any] | None) -> "ByteScheme":

@@ -38,19 +38,12 @@ def response_of(id_of_item: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ResponsesFormat:
-    """The format of replies to one request.
+    """The format of replies to one request."""
 
-    Args:
-        settings: of the request, as the response repeats them.
-        stores: whether the response is to be kept.
-        keep: keeps a response; returns whether it is kept.
-        count_tokens: of a text.
-    """
-
-    settings: Mapping[str, Any]
-    stores: bool
-    keep: Callable[[Fields], Awaitable[bool]]
-    count_tokens: Callable[[str], int]
+    settings: Mapping[str, Any]  # of the request, as the response repeats them
+    stores: bool  # whether the response is to be kept
+    keep: Callable[[Fields], Awaitable[bool]]  # keeps a response; returns whether it is kept
+    count_tokens: Callable[[str], int]  # of a text
     id_prefix: ClassVar = ID_PREFIX
     operation: ClassVar = "chat"
 

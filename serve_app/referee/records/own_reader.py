@@ -41,16 +41,13 @@ _KINDS = {COMPLETIONS: ("text_completion", "text_completion"), CHAT: ("chat.comp
 
 
 class _End(NamedTuple):
-    """The text of a choice, and how it ends, by its tokens and the client's stop strings.
-
-    texts: of each token. num: of them, up to the end. stop: the string or token that ended it.
-    """
+    """The text of a choice, and how it ends, by its tokens and the client's stop strings."""
 
     text: str
-    texts: list[str]
-    num: int
+    texts: list[str]  # of each token
+    num: int  # of tokens, up to the end
     reason: str
-    stop: str | int | None
+    stop: str | int | None  # the string or token that ended it
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,22 +130,18 @@ class Choice:
 
 @dataclass(slots=True)
 class Reply:
-    """A reply, as far as it has come.
-
-    num_tokens: emitted, of all choices together. None = not reported.
-    parts: a whole reply, or the events of a stream, as they came.
-    """
+    """A reply, as far as it has come."""
 
     is_chat: bool = False  # whether it is a chat's
     id: str = ""
     error: Any = None  # that the server reported in it
     num_prompt: int | None = None  # tokens of the prompt
     num_cached: int | None = None  # those of them that a cache had
-    num_tokens: int | None = None
+    num_tokens: int | None = None  # emitted, of all choices together; None = not reported
     choices: dict[int, Choice] = field(default_factory=dict)
     head: Json = field(default_factory=dict)  # its fields but the choices
     usages: list[Json] = field(default_factory=list)  # those that came, in their order
-    parts: list[Json] = field(default_factory=list)
+    parts: list[Json] = field(default_factory=list)  # a whole reply, or the events of a stream, as they came
 
     @property
     def first(self) -> Choice:
