@@ -26,7 +26,7 @@ from serve_app.deployments.remote_errors import own_error
 from serve_app.deployments.runtime import ReplicaRuntime, Reporter
 from serve_app.referee.records.records import Records
 from serve_app.streams.pooled import PooledTokenSource
-from serve_app.streams.resuming import ReplicaLost, ResumingSource, SignsOfLife, Streamed
+from serve_app.streams.resuming import ReplicaLost, ResumingSource, Streamed, with_signs_of_life
 from serve_app.telemetry.tracing import Carried, adopt, carried
 from speculative.errors import EngineOverloaded
 from speculative.model.file_names import read_all_but_weights
@@ -86,7 +86,7 @@ class DecodeWorker(EngineServer):
         whole: set[str] = set()  # whose answers the engine has ended; of others the router may have more elsewhere
         self._streamed.update(request.request_id for request in requests)
         try:
-            async with contextlib.aclosing(SignsOfLife(tokens, every_s)) as deltas:
+            async with contextlib.aclosing(with_signs_of_life(tokens, every_s)) as deltas:
                 async for delta in deltas:
                     if delta is None:
                         host.backend.check_health()

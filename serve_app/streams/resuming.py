@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from serve_app.backends.base import is_taken_in, taken_in
 from serve_app.errors import RequestAborted
@@ -73,37 +73,21 @@ class ReplicaPool(Protocol):
         ...
 
 
-class SignsOfLife(Generic[T]):
+async def with_signs_of_life(items: AsyncGenerator[T, None], every_s: float | None) -> AsyncGenerator[T | None, None]:
     """The items of an async generator, and None whenever none came for `every_s` (None = never). Closing closes it."""
-
-    def __init__(self, items: AsyncGenerator[T, None], every_s: float | None) -> None:
-        self._items = items
-        self._every_s = every_s
-        self._waiting: asyncio.Future[T | None] | None = None
-
-    def __aiter__(self) -> "SignsOfLife[T]":
-        """Itself."""
-        return self
-
-    async def __anext__(self) -> T | None:
-        """The next item, or None once none came for so long."""
-        if self._waiting is None:
-            self._waiting = asyncio.ensure_future(anext(self._items, None))
-        await asyncio.wait((self._waiting,), timeout=self._every_s)
-        if not self._waiting.done():
-            return None
-        item = self._waiting.result()
-        if item is None:
-            raise StopAsyncIteration
-        self._waiting = None
-        return item
-
-    async def aclose(self) -> None:
-        """Stop waiting, and close the generator."""
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.cancel()
-            await asyncio.wait((self._waiting,))
-        await self._items.aclose()
+    async with contextlib.aclosing(items):
+        while True:
+            waiting = asyncio.ensure_future(anext(items, None))
+            try:
+                while not (await asyncio.wait((waiting,), timeout=every_s))[0]:
+                    yield None
+            finally:
+                if not waiting.done():
+                    waiting.cancel()
+                    await asyncio.wait((waiting,))
+            if (item := waiting.result()) is None:
+                return
+            yield item
 
 
 def own_name(name: str) -> str:
@@ -203,12 +187,12 @@ class ResumingSource:
     def _note_number(self) -> None:
         self.metrics.gauge("truespec_requests_routed", len(self._live))
 
-    def _ask(self, left: Sequence[_Progress]) -> SignsOfLife[Streamed]:
+    def _ask(self, left: Sequence[_Progress]) -> AsyncGenerator[Streamed | None, None]:
         """One replica's deltas of these requests. Its time is split into parts: if this process itself was stalled,
         what arrived meanwhile is seen before the next part."""
         emitted = {one.name: tuple(one.emitted) for one in left} if any(one.num_lost for one in left) else {}
         asked = self.pool.stream([one.rest() for one in left], emitted, self._to_avoid())
-        return SignsOfLife(asked, None if self.silence_s is None else self.silence_s / _PARTS)
+        return with_signs_of_life(asked, None if self.silence_s is None else self.silence_s / _PARTS)
 
     def _take(self, left: Sequence[_Progress], streamed: Streamed | None) -> TokenDelta | None:
         """Record what came; returns what is to be passed on of it."""

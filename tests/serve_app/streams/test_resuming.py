@@ -21,7 +21,7 @@ from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
 from serve_app.referee.records.records import Records
 from serve_app.streams.pooled import PooledTokenSource
-from serve_app.streams.resuming import ReplicaLost, ResumingSource, SignsOfLife, Streamed
+from serve_app.streams.resuming import ReplicaLost, ResumingSource, Streamed, with_signs_of_life
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import EngineFault, EngineOverloaded
@@ -401,7 +401,7 @@ async def test_signs_of_life_stand_between_the_items_and_end_with_them() -> None
             closed.append(endless)
 
     got: list[int | None] = []
-    async with contextlib.aclosing(SignsOfLife(items(endless=True), 0.01)) as reported:
+    async with contextlib.aclosing(with_signs_of_life(items(endless=True), 0.01)) as reported:
         async for item in reported:
             got.append(item)
             if got.count(None) == 3:
@@ -409,7 +409,7 @@ async def test_signs_of_life_stand_between_the_items_and_end_with_them() -> None
             if 2 in got and item is None:
                 break
     assert got[:4] == [1, None, None, None] and got[-2:] == [2, None] and set(got) == {1, 2, None}
-    assert [item async for item in SignsOfLife(items(endless=False), 60.0)] == [1, 2]
+    assert [item async for item in with_signs_of_life(items(endless=False), 60.0)] == [1, 2]
     assert closed == [True, False]
 
 
