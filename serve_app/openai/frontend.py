@@ -19,7 +19,7 @@ from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.choice import ChoiceRun
 from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.completions.echo import without_answer
-from serve_app.openai.generation_span import GenerationSpan
+from serve_app.openai.generation_span import generation_span
 from serve_app.openai.parsing import in_words
 from serve_app.openai.plan import Planned, Planner
 from serve_app.openai.prompts import PromptEncoder
@@ -137,7 +137,7 @@ class FrontEnd:
         """Generate and give the whole reply. Raises TruespecError: the source refused the request or failed."""
         run = ChoiceRun(job, self._tokenizer)
         pieces: list[list[ChoiceDelta]] = [[] for _ in job.requests]
-        with GenerationSpan(job, run) as span:
+        with generation_span(job, run) as see:
             with _settled(job, run):
                 async with aclosing(self._pieces(job, run)) as arriving:
                     async for piece in arriving:
@@ -145,7 +145,7 @@ class FrontEnd:
                             pieces[piece.index].append(piece)
             choices, head = [join(parts) for parts in pieces], self._current(job.head)
             for choice in choices:
-                span.see(choice)
+                see(choice)
             if job.asked.wire.verify and job.tapped is not None:
                 job.tapped.preview(to_json(await job.asked.format.whole(head, choices, run.usage(), None)).encode())
             reported = await self._reported(job, run)
@@ -163,7 +163,7 @@ class FrontEnd:
         tapped = job.tapped if job.asked.wire.verify else None
         begun, num_waiting = False, len(job.groups)
         try:
-            with GenerationSpan(job, run) as span:
+            with generation_span(job, run) as see:
                 with _settled(job, run):
                     async with aclosing(self._pieces(job, run)) as arriving:
                         async for piece in arriving:
@@ -173,7 +173,7 @@ class FrontEnd:
                                     continue
                                 yield b""
                             else:
-                                span.see(piece)
+                                see(piece)
                                 event = stream.piece(self._current(job.head), piece, run.usage)
                                 if tapped is not None:
                                     tapped.preview(event)
