@@ -57,7 +57,7 @@ def generation_span(job: Planned, run: ChoiceRun) -> Iterator[Callable[[ChoiceDe
         if piece.finish_reason is not None:
             reasons[piece.index] = piece.finish_reason
 
-    ended: dict[str, str] = {}
+    ended: dict[str, str | int] = {}
     try:
         yield see
     except Exception as error:
@@ -66,7 +66,7 @@ def generation_span(job: Planned, run: ChoiceRun) -> Iterator[Callable[[ChoiceDe
     finally:
         if span.is_recording():  # not after its end, if a client left
             usage = run.usage()
-            about = {
+            about: dict[str, str | int] = {
                 "gen_ai.response.id": head.reply_id,
                 "gen_ai.response.model": head.model,
                 "gen_ai.usage.input_tokens": usage.prompt_tokens,

@@ -3,7 +3,7 @@
 import enum
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from serve_app.config.files import why_unread
@@ -30,27 +30,23 @@ class Caller:
 ANYBODY = Caller("", frozenset({Scope.USER}))
 
 
+@dataclass(frozen=True, slots=True)
 class Access:
-    """Decides by the `Authorization` header.
+    """Decides by the `Authorization` header."""
 
-    Args:
-        keys: finds who has a key, if anybody; None = who sends no key may use what needs the scope `user`.
-        admin_token: opens `/admin` beside the keys of that scope.
-    """
-
-    def __init__(self, keys: Callable[[str], Caller | None] | None = None, admin_token: str | None = None) -> None:
-        self._keys = keys
-        self._admin_token = None if admin_token is None else admin_token.encode()
+    # finds who has a key, if anybody; None = who sends no key may use what needs the scope `user`
+    keys: Callable[[str], Caller | None] | None = None
+    admin_token: str | None = field(default=None, repr=False)  # opens `/admin` beside the keys of that scope
 
     @property
     def is_open(self) -> bool:
         """Return whether `/v1` needs no key."""
-        return self._keys is None
+        return self.keys is None
 
     @property
     def has_admin(self) -> bool:
         """Return whether there is a way to be let into `/admin`."""
-        return self._keys is not None or self._admin_token is not None
+        return self.keys is not None or self.admin_token is not None
 
     def require(self, scope: Scope | None, authorization: str | None) -> Caller:
         """Let pass who may.
@@ -74,13 +70,12 @@ class Access:
         scheme, _, sent = (authorization or "").partition(" ")
         key = sent.strip() if scheme.lower() == "bearer" else ""
         opens = frozenset({Scope.ADMIN, Scope.USER} if self.is_open else {Scope.ADMIN})
-        if self._admin_token is not None and secrets.compare_digest(
-            key.encode("utf-8", "surrogateescape"), self._admin_token
-        ):
+        sent_bytes = key.encode("utf-8", "surrogateescape")
+        if self.admin_token is not None and secrets.compare_digest(sent_bytes, self.admin_token.encode()):
             return Caller("admin.token_file", opens)
-        if self._keys is None:
+        if self.keys is None:
             return ANYBODY
-        return self._keys(key) if key else None
+        return self.keys(key) if key else None
 
 
 def read_token(path: Path) -> str:

@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 
 from serve_app.errors import AccessDenied, Forbidden, RateLimited
 from serve_app.http.access.access import ANYBODY, Access, Caller, Scope
@@ -36,44 +37,28 @@ def scope_of(route: str) -> Scope | None:
     return None if route in ("/metrics", *HEALTH) else Scope.USER
 
 
+@dataclass(slots=True)
 class Gate:
-    """Lets in who may come in. What is not known to be open needs a key of the scope `user`, `/admin` one of `admin`.
+    """Lets in who may come in. What is not known to be open needs a key of the scope `user`, `/admin` of `admin`."""
 
-    Args:
-        access: who may.
-        metrics: counts who was refused.
-        open_metrics: `/metrics` needs no key; any key opens it otherwise.
-        open_health: `/healthz` likewise.
-        open_trainer_api: the routes for trainers need no key.
-        cors_origins: web pages of these may call the API from a browser.
-    """
+    access: Access  # who may
+    metrics: Metrics | None = None  # counts who was refused
+    _: KW_ONLY
+    open_metrics: bool = True  # `/metrics` needs no key; any key opens it otherwise
+    open_health: bool = True  # `/healthz` likewise
+    open_trainer_api: bool = False  # the routes for trainers need no key
+    cors_origins: Sequence[str] = ()  # web pages of these may call the API from a browser
+    running: Counter[str] = field(default_factory=Counter)  # requests under way, by the id of their key
+    _open: set[str] = field(init=False)
 
-    def __init__(
-        self,
-        access: Access,
-        metrics: Metrics | None = None,
-        *,
-        open_metrics: bool = True,
-        open_health: bool = True,
-        open_trainer_api: bool = False,
-        cors_origins: Sequence[str] = (),
-    ) -> None:
-        self._access = access
-        self.cors_origins = tuple(cors_origins)
-        self.metrics = metrics
-        self.running: Counter[str] = Counter()
-        """Requests under way, by the id of their key."""
-        self._open = {
-            *OPEN,
-            *(["/metrics"] if open_metrics else []),
-            *(HEALTH if open_health else []),
-            *(TRAINER if open_trainer_api else []),
-        }
+    def __post_init__(self) -> None:
+        maybe = (self.open_metrics, ("/metrics",)), (self.open_health, HEALTH), (self.open_trainer_api, TRAINER)
+        self._open = {*OPEN, *(route for is_open, routes in maybe if is_open for route in routes)}
 
     @property
     def is_open(self) -> bool:
         """Return whether users need no key."""
-        return self._access.is_open
+        return self.access.is_open
 
     def admit(self, route: str, authorization: str | None) -> Caller:
         """Let a request pass to a route.
@@ -89,9 +74,9 @@ class Gate:
         if route in self._open:
             return ANYBODY
         try:
-            if route in TRAINER and not self._access.has_admin:
+            if route in TRAINER and not self.access.has_admin:
                 raise Forbidden(_CLOSED)
-            return self._access.require(scope_of(route), authorization)
+            return self.access.require(scope_of(route), authorization)
         except (AccessDenied, Forbidden) as error:
             reason = "forbidden" if isinstance(error, Forbidden) else "unauthenticated"
             self._count_refusal(reason)
