@@ -62,16 +62,13 @@ class Planned:
         return type(error)("" if error.field in _NO_FIELDS else field, message)
 
 
+@dataclass
 class Planner:
-    """Plans what one model generates.
+    """Plans what one model generates."""
 
-    Args:
-        model: that is served; others of its weights may follow.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, model: ModelInfo, limits: Limits) -> None:
-        self._tokenizer, self._limits = tokenizer, limits
-        self.model = model
+    tokenizer: Tokenizer
+    model: ModelInfo  # that is served; others of its weights may follow
+    limits: Limits
 
     async def planned(self, prompted: Prompted) -> Planned:
         """Plan the choices of each prompt. Raises InvalidRequest: a field does not suit the model, or asks for more
@@ -81,7 +78,7 @@ class Planner:
         for word in wire.bad_words or ():
             bare = word.lstrip()
             texts += [bare, " " + bare] if bare else [word]
-        encode = self._tokenizer.encode_continuation
+        encode = self.tokenizer.encode_continuation
         sequences = await off_loop(sum(map(len, texts)), lambda: [tuple(encode(text)) for text in texts])
         bad_words = tuple(dict.fromkeys(sequences))
         head = ReplyHead(
@@ -118,7 +115,7 @@ class Planner:
                 prompt,
                 others if choice else params,
                 gathers=not wire.stop_strings,  # each is looked for as soon as its last token is there
-                resume=bool(self._limits.resumes if wire.resume is None else wire.resume),
+                resume=bool(self.limits.resumes if wire.resume is None else wire.resume),
                 priority=wire.priority or 0,
                 timeout_s=prompted.asked.timeout_s,
                 adapter=self.model.adapter_of(wire.model),
@@ -133,7 +130,7 @@ class Planner:
         name, asked = wire.token_budget
         room = longest - num_prompt
         if asked is None:
-            default = LEGACY_MAX_TOKENS if isinstance(wire, CompletionRequest) else self._limits.default_max_tokens
+            default = LEGACY_MAX_TOKENS if isinstance(wire, CompletionRequest) else self.limits.default_max_tokens
             asked = room if default is None else min(default, room)
         elif asked > room:
             raise ContextLengthExceeded(

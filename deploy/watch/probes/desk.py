@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -20,36 +21,27 @@ AT_ONCE = 8
 _NUM_TOP = 3  # logprobs asked for in each token's place
 
 
+@dataclass
 class Desk:
     """Asks one server for completions.
-
-    Args:
-        server: a client of it.
-        tokenizer: of its model.
-        edge_nats: how far rounding may move a logit there.
-        dialect: its vendor; "auto" = as its list of models says.
-        served: which of its models; None = the first.
-        publishing_s: the longest time between updates of its metrics.
 
     Raises:
         ServiceError: no server answers, or even a plain completion fails.
     """
 
-    def __init__(
-        self,
-        server: Client,
-        tokenizer: Tokenizer,
-        edge_nats: float,
-        dialect: str = "auto",
-        served: str | None = None,
-        publishing_s: float = 1.1,
-    ) -> None:
-        self.server = server
-        self.edge_nats = edge_nats
-        self.publishing_s = publishing_s
-        self._tokenizer = tokenizer
-        self._kept: list[Exchange] = []
-        self.answers: list[Attempt] = []
+    server: Client
+    tokenizer: Tokenizer  # of its model
+    edge_nats: float  # how far rounding may move a logit there
+    dialect: str = "auto"  # its vendor; "auto" = as its list of models says
+    served: str | None = None  # which of its models; None = the first
+    publishing_s: float = 1.1  # the longest time between updates of its metrics
+    answers: list[Attempt] = field(default_factory=list)
+    fields: Json = field(default_factory=dict)  # of each request, as far as the server takes them
+    _kept: list[Exchange] = field(default_factory=list)
+    _takes_ids: bool = True
+
+    def __post_init__(self) -> None:
+        server, served = self.server, self.served
         cards = server.models()
         if served is not None and served not in cards:
             raise ServiceError(f"{server.url} serves {', '.join(cards)}, not {served}.")
@@ -57,9 +49,7 @@ class Desk:
         card = cards[self.model]
         self.limit = card.get("max_model_len")
         found = dialect_of(str(card.get("owned_by"))) or FALLBACK
-        self.dialect = found if dialect == "auto" else dialect
-        self.fields: Json = {}
-        self._takes_ids = True
+        self.dialect = found if self.dialect == "auto" else self.dialect
         self._takes_ids = server.post(self.body((3, 4, 5), max_tokens=1)).ok
         plain = self.body(self.passage(0, 3), max_tokens=1)
         first = server.post(plain)
@@ -77,7 +67,7 @@ class Desk:
 
     @cached_property
     def _corpus(self) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode_continuation("\n\n".join(read_texts()["summarise"])))
+        return tuple(self.tokenizer.encode_continuation("\n\n".join(read_texts()["summarise"])))
 
     def passage(self, number: int, length: int) -> tuple[int, ...]:
         """Ordinary text of `length` tokens; each number begins elsewhere."""
@@ -95,7 +85,7 @@ class Desk:
 
     def body(self, prompt: Sequence[int], **fields: Any) -> Json:
         """A completion; greedy, and of 24 tokens, unless the fields say otherwise."""
-        sent = list(prompt) if self._takes_ids else self._tokenizer.decode(prompt)
+        sent = list(prompt) if self._takes_ids else self.tokenizer.decode(prompt)
         defaults = {"max_tokens": 24, "temperature": 0}
         return {"model": self.model, "prompt": sent, **defaults, **self.fields, **fields}
 

@@ -1,5 +1,6 @@
 """Text to token ids and back over HTTP, as vLLM's server has it: /tokenize, /detokenize and /tokenizer_info."""
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -66,38 +67,36 @@ class DetokenizeRequest(Wire):
     """Token ids."""
 
 
+@dataclass(slots=True)
 class Tokenization:
     """Answers what a client asks of the served model's tokenizer."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, chats: ChatPreprocessor, encoder: PromptEncoder, max_model_len: int
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._chats = chats
-        self._encoder = encoder
-        self._max_model_len = max_model_len
+    tokenizer: Tokenizer
+    chats: ChatPreprocessor
+    encoder: PromptEncoder
+    max_model_len: int
 
     async def tokenize(self, wire: TokenizeRequest) -> dict[str, Any]:
         """The reply to /tokenize. Raises InvalidRequest: the chat template refuses the messages."""
         if wire.prompt is not None:
-            ids = await self._encoder.encoded(wire.prompt, wire.add_special_tokens)
+            ids = await self.encoder.encoded(wire.prompt, wire.add_special_tokens)
         else:
             conversation = wire.conversation()
-            ids = await self._encoder.template(conversation, self._chats.chat_prompt(conversation))
-        strings, name = None, self._tokenizer.token_text
+            ids = await self.encoder.template(conversation, self.chats.chat_prompt(conversation))
+        strings, name = None, self.tokenizer.token_text
         if wire.return_token_strs:
             strings = await off_loop(len(ids), lambda: [name(token) for token in ids])
-        return {"count": len(ids), "max_model_len": self._max_model_len, "tokens": list(ids), "token_strs": strings}
+        return {"count": len(ids), "max_model_len": self.max_model_len, "tokens": list(ids), "token_strs": strings}
 
     async def detokenize(self, wire: DetokenizeRequest) -> dict[str, Any]:
         """The reply to /detokenize; special tokens are shown. Raises InvalidRequest: an id is not in the vocabulary."""
-        size = self._tokenizer.vocab_size
+        size = self.tokenizer.vocab_size
         wrong = next((token for token in wire.tokens if token >= size), None)
         if wrong is not None:
             raise InvalidRequest("tokens", f"tokens holds the token id {wrong}; ids run from 0 to {size - 1}.")
-        decode = self._tokenizer.decode
+        decode = self.tokenizer.decode
         return {"prompt": await off_loop(len(wire.tokens), lambda: decode(wire.tokens, skip_special=False))}
 
     def info(self) -> dict[str, Any]:
         """The reply to /tokenizer_info: what a client needs to build the same prompts."""
-        return self._tokenizer.description()
+        return self.tokenizer.description()

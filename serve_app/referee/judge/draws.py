@@ -4,7 +4,7 @@ import enum
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from serve_app.backends.base import Replayed
@@ -34,19 +34,18 @@ class DrawResult(enum.StrEnum):
     WRONG = "wrong"  # no rounding explains it
 
 
+@dataclass(slots=True)
 class DrawTolerance:
     """The moves of logits by rounding between the engines that answer and those that replay, in nats.
 
     Measured by the moves of log odds, and of log q for checks that compute it again; until enough of them are known, it
     is what `edge_nats` says of the arithmetic.
-
-    Args:
-        edge_nats: what rounding may shift a logit by.
     """
 
-    def __init__(self, edge_nats: float) -> None:
-        self._edge_nats = edge_nats
-        self._target, self._drafter = [0.0, 0.0], [0.0, 0.0]  # moves: the sum of their squares, and their number
+    edge_nats: float  # what rounding may shift a logit by
+    # moves: the sum of their squares, and their number
+    _target: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    _drafter: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def add(self, moves: Iterable[float]) -> None:
         """Learn from uncertain tokens for which nothing was drafted; none of them counts more than `edge_nats`."""
@@ -60,19 +59,19 @@ class DrawTolerance:
                 self._learn(self._drafter, check.draft_drift)
 
     def _learn(self, of: list[float], move: float) -> None:
-        of[:] = of[0] + min(move, self._edge_nats) ** 2, of[1] + 1
+        of[:] = of[0] + min(move, self.edge_nats) ** 2, of[1] + 1
 
     @property
     def nats(self) -> float:
         """A miss above this is no rounding. What is measured only lowers it: those measured may be at fault."""
-        return min(self._nats(self._target), self._edge_nats)
+        return min(self._nats(self._target), self.edge_nats)
 
     def _nats(self, of: list[float]) -> float:
         squares, num = of
         if num < _MEASURED:
-            return self._edge_nats
+            return self.edge_nats
         measured = _NOISE_FACTOR * math.sqrt(squares / num)
-        return min(max(_LEAST_NATS, measured), _MOST_EDGES * self._edge_nats)
+        return min(max(_LEAST_NATS, measured), _MOST_EDGES * self.edge_nats)
 
     def judge(self, check: DrawCheck, drift: TokenDrift | None) -> DrawResult:
         """Return what one check shows of a token whose logprob drifted so far; None = it was served without one."""

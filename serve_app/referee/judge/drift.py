@@ -59,22 +59,18 @@ def tme_of(drifts: Sequence[TokenDrift]) -> float | None:
     return 1 + sum(drift.excess for drift in drifts) / len(drifts) if drifts else None
 
 
+@dataclass(slots=True)
 class Cusum:
     """Notices when a mean rises above what is tolerated: a one-sided cumulative sum (Page 1954).
 
     A value counts at most 1, so that no single token raises an alarm, and the sum never falls below 0, so that a long
     good time does not make it slow.
-
-    Args:
-        bound: the sum that raises the alarm; above 1.
     """
 
-    def __init__(self, bound: float = 3.0) -> None:
-        self._bound = bound
-        self._sum = 0.0
-        self._zero_at: float | None = None
-        self.evidence_since = 0.0
-        """Seconds at which the sum of the last alarm began to rise."""
+    bound: float = 3.0  # the sum that raises the alarm; above 1
+    _sum: float = 0.0
+    _zero_at: float | None = None
+    evidence_since: float = 0.0  # seconds at which the sum of the last alarm began to rise
 
     def add(self, values: Iterable[float], tolerance: float, at: float = 0.0) -> bool:
         """Take in values of that time, in their order; whether the alarm was raised. It starts again then."""
@@ -83,7 +79,7 @@ class Cusum:
             if self._sum == 0.0 or self._zero_at is None:
                 self._zero_at = at
             self._sum = max(0.0, self._sum + min(value, 1.0) - tolerance)
-            if self._sum >= self._bound:
+            if self._sum >= self.bound:
                 raised, self._sum, self.evidence_since = True, 0.0, self._zero_at
         return raised
 

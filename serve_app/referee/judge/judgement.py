@@ -4,7 +4,7 @@ the replay's distributions."""
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from serve_app.backends.base import Replayed
 from serve_app.referee.judge.alternatives import ComparedAlternatives
@@ -72,19 +72,16 @@ class _Noise:
         self.of_draws.add(move.log_odds for move in uncertain if move is not None)
 
 
+@dataclass(slots=True)
 class Judge:
     """Compares answers with their replays. It learns the noise from answers without drafts, and remembers seeds, and
     contexts.
-
-    Args:
-        tolerances: between the engines that answer and those that replay; `max_tme` is above the noise floor.
     """
 
-    def __init__(self, tolerances: Tolerances) -> None:
-        self._tolerances = tolerances
-        self._noise: dict[Tolerance, _Noise] = {}
-        self._contexts = KnownContexts()
-        self._seeds: OrderedDict[int, None] = OrderedDict()
+    tolerances: Tolerances  # between the engines that answer and those that replay; `max_tme` is above the noise floor
+    _noise: dict[Tolerance, _Noise] = field(default_factory=dict)
+    _contexts: KnownContexts = field(default_factory=KnownContexts)
+    _seeds: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
     def judge(self, answer: Answer, replayed: Replayed) -> Judgement:
         """Compare an answer with its replay. Raises ValueError: the replay has not one logprob for each of the answer's
@@ -92,7 +89,7 @@ class Judge:
         if answer.untested:
             replayed = dataclasses.replace(replayed, replayed=None)
         params, num_tokens, num_prompt = answer.request.params, len(answer.token_ids), len(answer.prompt_logprobs)
-        tolerance = self._tolerances.between(answer.numerics, replayed.numerics)
+        tolerance = self.tolerances.between(answer.numerics, replayed.numerics)
         likeliest = params.temperature < tolerance.cold  # are all that is drawn; greedy ones anyway
         if tolerance not in self._noise:
             self._noise[tolerance] = _Noise(tolerance)

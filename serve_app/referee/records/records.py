@@ -145,34 +145,22 @@ _OF_ANSWERS = [one.name for one in fields(Answer) if hasattr(Record, one.name)]
 """What an answer says as its record does."""
 
 
+@dataclass(slots=True)
 class Records:
-    """Records of the requests that one replica is serving, by request id.
+    """Records of the requests that one replica is serving, by request id."""
 
-    Args:
-        replica: its name.
-        max_model_len: of its engine.
-        num_draft_tokens: the most that its engine drafts in a round.
-        eos_token_ids: with which its model ends an answer.
-        numerics: of its engine.
-        clock: unix seconds.
-    """
-
-    def __init__(
-        self,
-        replica: str,
-        max_model_len: int,
-        num_draft_tokens: int = 0,
-        eos_token_ids: tuple[int, ...] = (),
-        numerics: Numerics = UNKNOWN_NUMERICS,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._of_engine = max_model_len, num_draft_tokens, numerics, eos_token_ids
-        self._replica, self._clock = replica, clock
-        self._live: dict[str, Record] = {}
+    replica: str  # its name
+    max_model_len: int  # of its engine
+    num_draft_tokens: int = 0  # the most that its engine drafts in a round
+    eos_token_ids: tuple[int, ...] = ()  # with which its model ends an answer
+    numerics: Numerics = UNKNOWN_NUMERICS  # of its engine
+    clock: Callable[[], float] = time.time  # unix seconds
+    _live: dict[str, Record] = field(default_factory=dict)
 
     def begin(self, request: Request) -> Record:
         """Record what is served for a request from now on."""
-        self._live[request.request_id] = record = Record(request, self._replica, self._clock(), *self._of_engine)
+        engine = self.max_model_len, self.num_draft_tokens, self.numerics, self.eos_token_ids
+        self._live[request.request_id] = record = Record(request, self.replica, self.clock(), *engine)
         return record
 
     def handed_off(self, request_id: str, prefilled_by: str) -> None:
