@@ -178,16 +178,12 @@ def quantile(share: float, counts: Sequence[int], bounds: Sequence[float]) -> fl
         counts: observations in each bucket; the last has no upper bound, and counts as the highest bound.
         bounds: the others' upper bounds.
     """
-    cumulative = list(accumulate(counts))
+    cumulative = [0, *accumulate(counts)]
     if not cumulative[-1]:
         return None
-    rank = share * cumulative[-1]
-    index = bisect_left(cumulative, rank)
-    if index == len(bounds):
-        return bounds[-1]
-    lower = bounds[index - 1] if index else 0.0
-    below = cumulative[index - 1] if index else 0
-    return lower + (bounds[index] - lower) * (rank - below) / counts[index]
+    edges, rank = [0.0, *bounds, bounds[-1]], share * cumulative[-1]
+    index = bisect_left(cumulative, rank, 1) - 1
+    return edges[index] + (edges[index + 1] - edges[index]) * (rank - cumulative[index]) / counts[index]
 
 
 def _counts(samples: list[Sample]) -> dict[str, float]:
