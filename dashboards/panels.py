@@ -75,33 +75,25 @@ class Row:
     collapsed: bool = False  # nobody needs it at first
 
 
-@dataclass(frozen=True, slots=True)
-class Annotation:
-    """Events that are marked in all charts of a page; `text` may quote the labels of the query."""
+def _annotation(name: str, colour: Colour, counter: str, *labels: str) -> dict[str, Any]:
+    """Events of a counter, by pool and these labels, that are marked in all charts of a page."""
+    expr = f"{_EVENTS.events(counter, 'pool', *labels)} > 0"
+    return {
+        "name": name,
+        "datasource": _DATASOURCE,
+        "enable": True,
+        "iconColor": colour,
+        "target": {"refId": "Anno", "expr": expr, "interval": _STEP},
+        "titleFormat": name,
+        "textFormat": ", ".join([*(f"{{{{{label}}}}}" for label in labels), "pool {{pool}}"]),
+    }
 
-    name: str
-    expr: str
-    text: str
-    colour: Colour
 
-
-ANNOTATIONS = (
-    Annotation(
-        "Breaker trips",
-        f"{_EVENTS.events('breaker_trips_total', 'pool', 'reason')} > 0",
-        "{{reason}}, pool {{pool}}",
-        "red",
-    ),
-    Annotation(
-        "Weight updates",
-        f"{_EVENTS.events('weight_updates_total', 'pool', 'result')} > 0",
-        "{{result}}, pool {{pool}}",
-        "blue",
-    ),
-    Annotation(
-        "Replicas replaced", f"{_EVENTS.events('replica_restarts_total', 'pool')} > 0", "pool {{pool}}", "orange"
-    ),
-)
+ANNOTATIONS = [
+    _annotation("Breaker trips", "red", "breaker_trips_total", "reason"),
+    _annotation("Weight updates", "blue", "weight_updates_total", "result"),
+    _annotation("Replicas replaced", "orange", "replica_restarts_total"),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,18 +117,6 @@ class Page:
 
 def dashboard_json(page: Page) -> dict[str, Any]:
     """The page as Grafana imports it."""
-    annotations = [
-        {
-            "name": annotation.name,
-            "datasource": _DATASOURCE,
-            "enable": True,
-            "iconColor": annotation.colour,
-            "target": {"refId": "Anno", "expr": annotation.expr, "interval": _STEP},
-            "titleFormat": annotation.name,
-            "textFormat": annotation.text,
-        }
-        for annotation in ANNOTATIONS
-    ]
     links = {
         "type": "dashboards",
         "title": TAG,
@@ -161,7 +141,7 @@ def dashboard_json(page: Page) -> dict[str, Any]:
         "time": {"from": "now-1h", "to": "now"},
         "timezone": "browser",
         "links": [links],
-        "annotations": {"list": annotations},
+        "annotations": {"list": ANNOTATIONS},
         "templating": {"list": _VARIABLES},
         "panels": _placed(page),
     }

@@ -28,7 +28,7 @@ SCHEMA = json.loads((Path(__file__).parent / "schema" / "dashboard.schema.json")
 VALIDATOR = jsonschema.Draft7Validator(SCHEMA)
 SUFFIXES = {"counter": ("",), "gauge": ("",), "histogram": ("_bucket",)}
 PANELS = [(page, panel) for page in build.PAGES for panel in page.panels]
-MARKED = [(annotation.expr, annotation.text) for annotation in ANNOTATIONS]
+MARKED = [(annotation["target"]["expr"], annotation["textFormat"]) for annotation in ANNOTATIONS]
 UNITS = {"none", "percentunit", "s", "ops", "reqps", "bytes", "Bps"}
 
 

@@ -30,7 +30,7 @@ def test_promtool_accepts_the_rules(tmp_path: Path) -> None:
 
 def test_promtool_can_read_every_query_of_the_pages(tmp_path: Path) -> None:
     exprs = [query.expr for page in PAGES for panel in page.panels for query in panel.queries]
-    exprs += [annotation.expr for annotation in ANNOTATIONS]
+    exprs += [annotation["target"]["expr"] for annotation in ANNOTATIONS]
     filled = [re.sub(r"\$__\w+", "5m", expr) for expr in exprs]
     rules = [{"record": f"panel:query:{number}", "expr": expr} for number, expr in enumerate(filled)]
     (tmp_path / "panels.yaml").write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
