@@ -4,7 +4,7 @@ The replica calls and the referee answers, so that neither needs to find the oth
 reaches the replica with the answer to its next report.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from serve_app.backends.base import Computing
 from serve_app.cluster.desired_state import DesiredState, WeightsStatus
@@ -18,11 +18,11 @@ from speculative.stats import CheckState
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """The state of a replica's breaker, as it is reported."""
+    """The state of a replica's breaker, as it is reported, and as an operator sees it."""
 
     replica: str
     pool: str
-    state: BreakerState
+    breaker: BreakerState
     mode: Mode
     since: float  # of the last change; what requests from before it show says nothing about the replica as it is now
     reason: str  # of the last trip, "" = none
@@ -31,20 +31,8 @@ class ReplicaStatus:
     @property
     def decodes_plainly(self) -> bool:
         """Return whether nothing is drafted there, for clients or otherwise."""
-        stopped = self.mode is Mode.AUTO and self.state in (BreakerState.OPEN, BreakerState.OUT)
+        stopped = self.mode is Mode.AUTO and self.breaker in (BreakerState.OPEN, BreakerState.OUT)
         return stopped or self.mode is Mode.OFF
-
-    def to_wire(self) -> dict[str, object]:
-        """For an operator."""
-        return {
-            "replica": self.replica,
-            "pool": self.pool,
-            "breaker": self.state.value,
-            "mode": self.mode.value,
-            "since": self.since,
-            "reason": self.reason,
-            "rehearsal": None if self.rehearsal is None else asdict(self.rehearsal),
-        }
 
 
 @dataclass(frozen=True, slots=True)

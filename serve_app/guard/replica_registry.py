@@ -65,7 +65,7 @@ class ReplicaRegistry:
         for finished in report.finished:
             book.verdicts.note(name, finished)
         for trip in report.trips:
-            self.counts.tripped(book.trip(name, trip, status.to_wire()))
+            self.counts.tripped(book.trip(name, trip, dataclasses.asdict(status)))
         gone = now - _FORGOTTEN_AFTER_S
         self._replicas = {key: one for key, one in self._replicas.items() if one.reported_at > gone}
         book.forget(gone)
@@ -100,7 +100,7 @@ class ReplicaRegistry:
         ready = []
         for key, one in sorted(self._replicas.items()):
             status = one.report.status
-            speculates = status.state is BreakerState.CLOSED and status.mode is Mode.AUTO and status.pool != "prefill"
+            speculates = status.breaker is BreakerState.CLOSED and status.mode is Mode.AUTO and status.pool != "prefill"
             is_busy = one.rehearse or (status.rehearsal is not None and status.rehearsal.state == "running")
             if name in (None, key) and speculates and not is_busy:
                 ready.append(one)
@@ -115,13 +115,13 @@ class ReplicaRegistry:
 
     def statuses(self) -> list[dict[str, object]]:
         """Every replica's status."""
-        return [one.report.status.to_wire() for _, one in sorted(self._replicas.items())]
+        return [dataclasses.asdict(one.report.status) for _, one in sorted(self._replicas.items())]
 
     def overview(self) -> dict[str, Any]:
         """Replicas with their place, device, kernels and self-checks, and the overview of the referee's book."""
         reports = [one.report for _, one in sorted(self._replicas.items())]
         replicas = [
-            report.status.to_wire()
+            dataclasses.asdict(report.status)
             | {"checks": [dataclasses.asdict(check) for check in report.checks]}
             | {name: getattr(report.computing, name) for name in ("device", "kernels", "kernels_off")}
             | dataclasses.asdict(report.placed)

@@ -184,7 +184,7 @@ async def test_a_request_that_fails_by_itself_is_not_tried_again_as_a_canary(
     assert {answer.request.prompt_token_ids[0] for answer in referee.answers} >= {5}
     ended = [(one.request_id, one.num_tokens) for one in worker.host.finished]
     assert ended == [("cmpl-0-0", 8), ("cmpl-1-0", 0)], "what it said may be suspect"
-    assert worker.host.breaker_controller.status.state is BreakerState.CLOSED
+    assert worker.host.breaker_controller.status.breaker is BreakerState.CLOSED
 
 
 async def test_a_worker_without_news_gives_signs_of_life_until_its_engine_is_broken(

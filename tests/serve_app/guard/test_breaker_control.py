@@ -96,7 +96,7 @@ async def test_an_alarm_of_the_engine_stops_speculation_and_drops_what_was_compu
     (trip,) = replica.breaker_controller.take_trips()
     assert (trip.reason, trip.at) == ("selfcheck", 1001.0)
     assert replica.breaker_controller.take_trips() == ()
-    assert replica.breaker_controller.status.state is BreakerState.OPEN
+    assert replica.breaker_controller.status.breaker is BreakerState.OPEN
     assert replica.count("truespec_breaker_trips_total", reason="selfcheck") == 1
     replica.breaker_controller.check_health()
 
@@ -115,9 +115,9 @@ async def test_answers_are_suspect_since_the_evidence_of_the_check_that_alarmed_
 async def test_alarms_that_were_on_their_way_at_the_trip_are_not_a_second_one(replica: Replica) -> None:
     replica.step(ALARM)
     replica.step(ALARM)
-    assert replica.breaker_controller.status.state is BreakerState.OPEN
+    assert replica.breaker_controller.status.breaker is BreakerState.OPEN
     replica.step(ALARM)
-    assert replica.breaker_controller.status.state is BreakerState.OUT, "it goes on without speculation"
+    assert replica.breaker_controller.status.breaker is BreakerState.OUT, "it goes on without speculation"
     with pytest.raises(EngineFault, match="must be replaced"):
         replica.breaker_controller.check_health()
 
@@ -218,7 +218,7 @@ async def test_a_canary_that_does_not_pass_leaves_speculation_off(
     replica.step(later=10)
     await replica.canary_over()
     assert replica.backend.speculation is Speculation.OFF
-    assert replica.breaker_controller.status.state is BreakerState.OPEN
+    assert replica.breaker_controller.status.breaker is BreakerState.OPEN
     assert replica.backend.num_distrusted == 2
     assert replica.count("truespec_canaries_total", result=result) == 1
     assert replica.backend.num_live == 0
@@ -237,12 +237,12 @@ async def test_a_canary_that_drafted_too_little_goes_on_and_then_has_shown_nothi
 async def test_an_alarm_during_a_canary_fails_it(replica: Replica) -> None:
     replica.step(ALARM)
     replica.step(later=10)
-    assert replica.breaker_controller.status.state is BreakerState.CANARY
+    assert replica.breaker_controller.status.breaker is BreakerState.CANARY
     replica.step(ALARM)
     assert replica.backend.speculation is Speculation.OFF
     for _ in range(200):
         await asyncio.sleep(0.002)
-    assert replica.breaker_controller.status.state is BreakerState.OPEN
+    assert replica.breaker_controller.status.breaker is BreakerState.OPEN
     assert replica.count("truespec_canaries_total", result="failed") == 1
     assert [trip.reason for trip in replica.breaker_controller.take_trips()] == ["selfcheck", "canary"]
     assert replica.count("truespec_breaker_trips_total") == 0, "the first was counted before, a canary is no trip"
@@ -251,17 +251,17 @@ async def test_an_alarm_during_a_canary_fails_it(replica: Replica) -> None:
 async def test_an_operator_who_forces_speculation_on_during_a_canary_has_not_found_it_wrong(replica: Replica) -> None:
     replica.step(ALARM)
     replica.step(later=10)
-    assert replica.breaker_controller.status.state is BreakerState.CANARY
+    assert replica.breaker_controller.status.breaker is BreakerState.CANARY
     replica.breaker_controller.apply(Orders(mode=Mode.ON))
     replica.breaker_controller.act()
-    assert replica.breaker_controller.status.state is BreakerState.CLOSED
+    assert replica.breaker_controller.status.breaker is BreakerState.CLOSED
     for _ in range(200):
         await asyncio.sleep(0.002)
     canaries = {labels[-1]: n for (name, labels), n in replica.buffer.drain().counters.items() if "canaries" in name}
     assert canaries == {"passed": 0, "failed": 0, "inconclusive": 1}
     assert replica.backend.num_distrusted == 1, "at the trip"
     assert [trip.reason for trip in replica.breaker_controller.take_trips()] == ["selfcheck"]
-    assert replica.breaker_controller.status.state is BreakerState.CLOSED
+    assert replica.breaker_controller.status.breaker is BreakerState.CLOSED
 
 
 async def test_an_operator_switches_speculation(replica: Replica) -> None:
@@ -341,13 +341,13 @@ async def test_the_referee_finds_the_fault_and_speculation_is_off_until_a_canary
     ended, control = await rehearsed.rehearse(), rehearsed.control
     assert (ended.state, ended.num_verified) == ("found", 2) and ended.num_tokens in (48, 96)
     assert ended.found_by in ("draws", "likeliest", "distribution") and ended.began_at <= ended.found_at
-    assert (control.status.state, control.status.reason) == (BreakerState.OPEN, "rehearsal")
+    assert (control.status.breaker, control.status.reason) == (BreakerState.OPEN, "rehearsal")
     assert control.take_trips() == (), "no client's answer is suspect"
     shown = rehearsed.book.overview()
     assert shown["incidents"] == [] and shown["latest"][0]["verdict"] == "suspect"
     assert all(one["reason"].startswith("rehearsed: ") for one in shown["latest"])
     async with asyncio.timeout(60):
-        while control.status.state is not BreakerState.CLOSED:
+        while control.status.breaker is not BreakerState.CLOSED:
             control.act()
             await asyncio.sleep(0.05)
 
@@ -356,4 +356,4 @@ async def test_what_nobody_notices_is_missed(rehearsed: Rehearsed, monkeypatch: 
     monkeypatch.setattr(rehearsal, "_LONGEST_S", 0.5)
     rehearsed.canary.judge = None  # the referee sees nothing
     assert (await rehearsed.rehearse()).state == "missed"
-    assert rehearsed.control.status.state is BreakerState.CLOSED
+    assert rehearsed.control.status.breaker is BreakerState.CLOSED
