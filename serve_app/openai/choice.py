@@ -5,6 +5,7 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 from serve_app.backends.base import ParsedDelta
 from serve_app.errors import RequestAborted
@@ -13,9 +14,7 @@ from serve_app.openai.completions.echo import Echo
 from serve_app.openai.plan import Planned
 from serve_app.openai.replies import (
     ChoiceDelta,
-    RankedEntry,
     TokenEntry,
-    TopEntry,
     Usage,
     finite_logprob,
     join,
@@ -56,7 +55,7 @@ class _Choice:
         self._job_unrepeatable = job.unrepeatable
         self._held: list[ChoiceDelta] = []  # tokens that had nothing to say; the next piece has them too
         self._prompt_due = request.params.prompt_logprobs is not None  # its logprobs are still to come
-        self._prompt_entries: tuple[tuple[RankedEntry, ...], ...] | None = None
+        self._prompt_entries: tuple[dict[str, Any], ...] | None = None
         self._parts: list[tuple[int, ParsedDelta]] = []  # of what was read in it, for the next piece
         self.record = Record(request, "", 0.0, 0, keeps_alternatives=False) if job.asked.wire.receipt else None
         self.num_accepted = 0
@@ -152,19 +151,18 @@ class _Choice:
             )
         self._prompt_due = False
         if self._num_ranked is not None:
-            ranked = []
-            for entry in reported:
-                top = [(*one, rank) for rank, one in enumerate(entry.top[: self._num_ranked], start=1)]
-                others = [one for one in top if one[0] != entry.token_id]
-                ranked.append(
-                    tuple(
-                        RankedEntry(token, self._tokenizer.token_text(token), finite_logprob(logprob), rank)
-                        for token, logprob, rank in ((entry.token_id, entry.logprob, entry.rank), *others)
-                    )
-                )
-            self._prompt_entries = tuple(ranked)
+            self._prompt_entries = tuple(self._ranked(entry, self._num_ranked) for entry in reported)
         if self._echo is not None and self._echo.entries is None:
             self._echo.entries = self._echoed(reported, self._echo.prompt.offsets)
+
+    def _ranked(self, entry: TokenLogprobs, most: int) -> dict[str, Any]:
+        """A token of the prompt, and then the likeliest in its place, by their ids, as vLLM writes them."""
+        top = [(*one, rank) for rank, one in enumerate(entry.top[:most], start=1) if one[0] != entry.token_id]
+        name = self._tokenizer.token_text
+        return {
+            str(token): {"logprob": finite_logprob(logprob), "rank": rank, "decoded_token": name(token)}
+            for token, logprob, rank in ((entry.token_id, entry.logprob, entry.rank), *top)
+        }
 
     def _echoed(self, reported: Sequence[TokenLogprobs], offsets: Sequence[int]) -> tuple[TokenEntry, ...]:
         """Entries of the prompt's tokens; nothing comes before the first, so it has no logprob."""
@@ -202,7 +200,7 @@ class _Choice:
     def _entry(self, entry: TokenLogprobs, offset: int) -> TokenEntry:
         raw = self._tokenizer.token_bytes
         top = tuple(
-            TopEntry(token, self._name(token), raw(token), finite_logprob(logprob)) for token, logprob in entry.top
+            TokenEntry(token, self._name(token), raw(token), finite_logprob(logprob)) for token, logprob in entry.top
         )
         scored = tuple((token, finite_logprob(logprob)) for token, logprob in entry.scored)
         own = entry.token_id

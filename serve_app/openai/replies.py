@@ -16,40 +16,16 @@ from serve_app.errors import ErrorReply
 
 
 @dataclass(frozen=True, slots=True)
-class TopEntry:
-    """One candidate token of a logprobs entry."""
-
-    token_id: int
-    text: str
-    raw: bytes
-    logprob: float
-
-
-@dataclass(frozen=True, slots=True)
 class TokenEntry:
-    """The logprobs entry of one delivered token."""
+    """The logprobs entry of one delivered token, or of one that could have stood in its place."""
 
     token_id: int
     text: str
     raw: bytes
     logprob: float | None  # None: the first token of an echoed prompt, which nothing comes before
-    top: tuple[TopEntry, ...]  # most likely first
-    text_offset: int  # characters of the choice before this token
+    top: tuple["TokenEntry", ...] = ()  # most likely first
+    text_offset: int = 0  # characters of the choice before this token
     scored: tuple[tuple[int, float], ...] = ()  # (token id, logprob) of logprob_token_ids
-
-
-@dataclass(frozen=True, slots=True)
-class RankedEntry:
-    """The entry of one token at a position of the prompt."""
-
-    token_id: int
-    text: str
-    logprob: float
-    rank: int  # 1 = the most likely
-
-    def to_wire(self) -> dict[str, Any]:
-        """Return the JSON object that vLLM writes."""
-        return {"logprob": self.logprob, "rank": self.rank, "decoded_token": self.text}
 
 
 class ChoiceDelta(NamedTuple):
@@ -62,8 +38,8 @@ class ChoiceDelta(NamedTuple):
     logprobs: tuple[TokenEntry, ...] | None = None
     finish_reason: str | None = None
     first: bool = False  # the choice's first piece
-    # of prompt tokens 1.., each the token itself and then the most likely; in the first piece of a prompt's choice 0
-    prompt_logprobs: tuple[tuple[RankedEntry, ...], ...] | None = None
+    # of prompt tokens 1.., as vLLM writes them; in the first piece of a prompt's choice 0
+    prompt_logprobs: tuple[dict[str, Any], ...] | None = None
     weight_versions: tuple[tuple[str, int], ...] = ()  # which weights made so many tokens, in order
     reasoning: str = ""
     calls: tuple[CallPart, ...] = ()
@@ -90,8 +66,7 @@ class ChoiceDelta(NamedTuple):
         """`prompt_logprobs` if requested, in vLLM's form: null for the first token."""
         if self.prompt_logprobs is None:
             return {}
-        reported = [{str(entry.token_id): entry.to_wire() for entry in entries} for entries in self.prompt_logprobs]
-        return {"prompt_logprobs": [None, *reported]}
+        return {"prompt_logprobs": [None, *self.prompt_logprobs]}
 
 
 def join(pieces: Sequence[ChoiceDelta]) -> ChoiceDelta:
@@ -422,9 +397,9 @@ def _call_delta(part: CallPart) -> dict[str, Any]:
 def _legacy_logprobs(entries: Sequence[TokenEntry], with_scored: bool) -> dict[str, Any]:
     """The parallel arrays of the old completions API; the emitted token is always among the top ones."""
     scored = {"scored_logprobs": [_scored(entry) for entry in entries]} if with_scored else {}
-    top_logprobs: list[dict[str, float] | None] = []
+    top_logprobs: list[dict[str, float | None] | None] = []
     for entry in entries:
-        top: dict[str, float] = {}
+        top: dict[str, float | None] = {}
         for candidate in entry.top:
             top.setdefault(candidate.text, candidate.logprob)
         if entry.logprob is not None:
@@ -445,7 +420,7 @@ def _scored(entry: TokenEntry) -> dict[str, float]:
 def token_logprobs(entries: Sequence[TokenEntry]) -> list[dict[str, Any]]:
     """The logprobs of tokens, with the most likely ones at each position."""
 
-    def render(entry: TokenEntry | TopEntry) -> dict[str, Any]:
+    def render(entry: TokenEntry) -> dict[str, Any]:
         return {"token": entry.text, "logprob": entry.logprob, "bytes": list(entry.raw)}
 
     content = []

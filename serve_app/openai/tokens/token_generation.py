@@ -12,7 +12,7 @@ from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import checked, in_words
 from serve_app.openai.plan import Planned
-from serve_app.openai.replies import ChoiceDelta, ReplyFormat, ReplyHead, ReplyStream, TokenEntry, TopEntry, Usage
+from serve_app.openai.replies import ChoiceDelta, ReplyFormat, ReplyHead, ReplyStream, TokenEntry, Usage
 from serve_app.openai.requests import MAX_CACHE_SALT, TokenId
 from serve_app.openai.wire import Many, Wire
 from speculative.errors import InvalidRequest
@@ -163,5 +163,5 @@ def _choice(piece: ChoiceDelta) -> dict[str, Any]:
     return chosen | {"logprobs": logprobs} | piece.version_fields()
 
 
-def _token(entry: TokenEntry | TopEntry) -> dict[str, Any]:
+def _token(entry: TokenEntry) -> dict[str, Any]:
     return {"token_id": entry.token_id, "logprob": entry.logprob}
