@@ -87,16 +87,13 @@ class View:
                 self._progress.remove_task(self._task)
             self._task = self._progress.add_task(name, total=None, note="", share="")
 
-    def advance(self, share: float, note: str) -> None:
-        """The stage is done by this share, 0 to 1."""
+    def count(self, done: int, total: int, things: str = "conversations") -> None:
+        """Show how many of a stage's things are done."""
+        share, note = done / total, f"{done} of {total} {things}"
         with self._lock:
             self._share, self._note = share, lambda: note
             if self._progress is not None and self._task is not None:
                 self._progress.update(self._task, total=1.0, completed=share, share=f"{share:4.0%}", note=note)
-
-    def count(self, done: int, total: int, things: str = "conversations") -> None:
-        """Show how many of a stage's things are done."""
-        self.advance(done / total, f"{done} of {total} {things}")
 
     def _tick(self) -> None:
         while not self._ended.wait(min(_REFRESH_S, self._silent_s)):

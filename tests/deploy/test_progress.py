@@ -34,7 +34,7 @@ def test_a_terminal_has_a_bar_with_the_note() -> None:
     with View(Console(file=stream, force_terminal=True, width=120), silent_s=0.01) as view:
         view.stage("judging", lambda: "7 answers")
         wait_for(lambda: "7 answers" in stream.getvalue(), "the note")
-        view.advance(0.5, "half")
+        view.count(2, 4)
         wait_for(lambda: "50%" in stream.getvalue(), "the bar")
         view.say("a line that stays")
     assert "judging" in stream.getvalue() and "a line that stays" in stream.getvalue()
