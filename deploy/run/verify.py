@@ -30,7 +30,7 @@ from serve_app.referee.judge.tolerance import Tolerance
 from serve_app.referee.records.receipts import Receipt, on_one_line, wrong_ending, wrong_rounds
 from serve_app.referee.records.signatures import PublicKey
 from serve_app.text.answer_text import AnswerText
-from serve_app.text.tokenizer import StopMatcher, StopStrings, Tokenizer
+from serve_app.text.tokenizer import StopMatcher, Tokenizer
 from speculative.errors import ConfigError
 from speculative.model.config import ModelConfig
 from speculative.model.fingerprint import model_fingerprint
@@ -247,7 +247,7 @@ class Verifier:
         ending, params, special = receipt.ending, receipt.params, receipt.ending.shown_special
         answer = AnswerText(
             self._tokenizer.detokenizer(skip_special=special is not None, shown=special or (), continuation=True),
-            StopMatcher(StopStrings(ending.stop_strings), include=ending.include_stop),
+            StopMatcher(ending.stop_strings, ending.include_stop),
             include_stop=ending.include_stop,
             min_tokens=params.min_tokens,
         )

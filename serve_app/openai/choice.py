@@ -46,9 +46,9 @@ class _Choice:
         self._reader = None if answers is None else _Reader(answers)
         detokenizer = tokenizer.detokenizer(skip_special=not keeps_special, shown=markers, continuation=True)
         includes = bool(wire.include_stop_str_in_output)
-        matcher = StopMatcher(job.stops, include=includes)
+        matcher = StopMatcher(job.stops, includes)
         self._text = AnswerText(detokenizer, matcher, include_stop=includes, min_tokens=request.params.min_tokens)
-        self.ending = Ending("length", job.stops.strings, includes, None if keeps_special else tuple(markers))
+        self.ending = Ending("length", job.stops, includes, None if keeps_special else tuple(markers))
         self._text_offset = 0 if echo is None else len(echo.prompt.text)
         self._begun = False
         self._versions: dict[str, None] = {}  # of the weights that made its tokens

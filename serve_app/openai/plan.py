@@ -18,7 +18,7 @@ from serve_app.openai.replies import ReplyHead
 from serve_app.openai.requests import LEGACY_MAX_TOKENS
 from serve_app.openai.tools.forced_calls import forces_calls
 from serve_app.referee.records.tapped_reply import TappedReply
-from serve_app.text.tokenizer import StopStrings, Tokenizer
+from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
 from speculative.request import Request, SamplingParams
 
@@ -33,7 +33,7 @@ class Planned:
     prompted: Prompted
     head: ReplyHead
     groups: tuple[tuple[Request, ...], ...]  # one group a prompt, one request a choice
-    stops: StopStrings
+    stops: tuple[str, ...]
     unrepeatable: str | None = None  # why its seed may give another text again; "" = it gives the same, None = no seed
     tapped: TappedReply | None = None  # what keeps the bytes of request and reply
 
@@ -96,7 +96,7 @@ class Planner:
         )
         groups = tuple(self._group(prompted, head, index, bad_words) for index in range(len(prompted.prompts)))
         unrepeatable = None if wire.seed is None else self._unrepeatable(groups[0][0].params)
-        return Planned(prompted, head, groups, StopStrings(wire.stop_strings), unrepeatable)
+        return Planned(prompted, head, groups, wire.stop_strings, unrepeatable)
 
     def _group(
         self, prompted: Prompted, head: ReplyHead, index: int, bad_words: tuple[tuple[int, ...], ...]

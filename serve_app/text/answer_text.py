@@ -34,7 +34,7 @@ class AnswerText:
         """
         without_text = bool(ids) and stop_token_id == ids[-1] and not self.include_stop
         texts = [*self.detokenizer.push(ids[:-1]), ""] if without_text else self.detokenizer.push(ids)
-        if not self.matcher.searches and self.num_delivered >= self.min_tokens:
+        if not self.matcher.strings and self.num_delivered >= self.min_tokens:
             self.num_delivered += len(texts)
             return texts, texts.copy()
         released: list[str] = []

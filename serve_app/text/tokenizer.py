@@ -438,48 +438,36 @@ class Detokenizer:
         return text
 
 
-class StopStrings:
-    """The stop strings of one request, compiled once."""
-
-    def __init__(self, strings: Sequence[str]) -> None:
-        self.strings = tuple(strings)
-        self.patterns = tuple((string, _prefix_table(string)) for string in strings)
-
-
+@dataclass(slots=True)
 class StopMatcher:
     """Watches a growing text for stop strings, and holds back what may still become one.
 
     The stop string that is completed first wins, wherever token borders lie; of several completed by the same
-    character, the longest. Knuth, Morris and Pratt's automaton per string: constant work per character and string.
+    character, the longest.
     """
 
-    def __init__(self, stops: StopStrings, *, include: bool = False) -> None:
-        """With `include` the stop string itself is delivered, too."""
-        self._patterns = stops.patterns
-        self._include = include
-        self._matched = [0] * len(stops.patterns)  # characters of each string that the text's end agrees with
-        self._held = ""
-        self.stopped = False
-        self.found: str | None = None
-        """The stop string that ended the text."""
+    strings: Sequence[str]
+    include: bool = False  # whether the stop string itself is delivered, too
+    found: str | None = None  # the stop string that ended the text
+    _held: str = ""
 
     @property
-    def searches(self) -> bool:
-        """Return whether there is anything to watch for."""
-        return bool(self._patterns)
+    def stopped(self) -> bool:
+        """Return whether a stop string ended the text."""
+        return self.found is not None
 
     def push(self, text: str) -> str:
         """Add text; returns what is now certain to be delivered. Once stopped, everything further is dropped."""
-        if not self._patterns or self.stopped:
+        if not self.strings or self.stopped:
             return "" if self.stopped else text
-        grown = self._held + text
-        for position, character in enumerate(text, start=len(self._held) + 1):
-            completed = self._advance(character)
-            if completed:
-                self.stopped, self._held = True, ""
-                self.found = grown[position - completed : position]
-                return grown[: position if self._include else position - completed]
-        certain = len(grown) - max(self._matched)
+        grown, self._held = self._held + text, ""
+        places = [(at + len(string), at, string) for string in self.strings if (at := grown.find(string)) >= 0]
+        if places:
+            end, begin, self.found = min(places)
+            return grown[: end if self.include else begin]
+        certain = max(0, len(grown) - max(map(len, self.strings)))
+        while not any(string.startswith(grown[certain:]) for string in self.strings):
+            certain += 1
         self._held = grown[certain:]
         return grown[:certain]
 
@@ -487,30 +475,6 @@ class StopMatcher:
         """The held-back text: no stop string came."""
         held, self._held = self._held, ""
         return held
-
-    def _advance(self, character: str) -> int:
-        """Feed one character; returns the length of the longest stop string it completes, or 0."""
-        completed = 0
-        for index, (string, table) in enumerate(self._patterns):
-            matched = self._matched[index]
-            while matched and string[matched] != character:
-                matched = table[matched - 1]
-            matched += string[matched] == character
-            self._matched[index] = matched
-            if matched == len(string):
-                completed = max(completed, matched)
-        return completed
-
-
-def _prefix_table(string: str) -> tuple[int, ...]:
-    """For each position, the length of the longest proper prefix of `string` that ends there."""
-    table = [0] * len(string)
-    for position in range(1, len(string)):
-        length = table[position - 1]
-        while length and string[length] != string[position]:
-            length = table[length - 1]
-        table[position] = length + (string[length] == string[position])
-    return tuple(table)
 
 
 class _Generation(Extension):

@@ -19,7 +19,6 @@ from serve_app.openai.choice import ChoiceRun
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.plan import Planned
 from serve_app.openai.replies import ChoiceDelta, TokenEntry, Usage
-from serve_app.text.tokenizer import StopStrings
 from speculative.config import DrafterConfig
 from speculative.drafting.base import DraftOutput
 from speculative.engine import EngineCore
@@ -727,12 +726,12 @@ def _one_choice_too_few(front_end: FrontEnd) -> None:
 
 @front_mutant("F21 a stop string is lost")
 def _last_stop_string_is_lost(front_end: FrontEnd) -> None:
-    _change_job(front_end, lambda job: replace(job, stops=StopStrings(job.stops.strings[:-1])))
+    _change_job(front_end, lambda job: replace(job, stops=job.stops[:-1]))
 
 
 @front_mutant("F21 only the first stop string is kept")
 def _first_stop_string_only(front_end: FrontEnd) -> None:
-    _change_job(front_end, lambda job: replace(job, stops=StopStrings(job.stops.strings[:1])))
+    _change_job(front_end, lambda job: replace(job, stops=job.stops[:1]))
 
 
 @front_mutant("F11 the echo begins one character late")
@@ -808,7 +807,7 @@ _IN_REPLIES: dict[str, Change] = {
         piece._replace(finish_reason="stop") if piece.finish_reason == "length" else piece
     ),
     "F21 another stop string is named": lambda piece, job: (
-        piece._replace(stop_reason=job.stops.strings[-1]) if isinstance(piece.stop_reason, str) else piece
+        piece._replace(stop_reason=job.stops[-1]) if isinstance(piece.stop_reason, str) else piece
     ),
     "F21 choices change places": lambda piece, job: (
         piece._replace(index=1 - piece.index) if job.head.num_choices == 2 else piece

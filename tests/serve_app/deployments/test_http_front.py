@@ -16,7 +16,7 @@ from serve_app.http.routes import build_ingress
 from serve_app.referee.judge.answer import Answer
 from serve_app.referee.records.records import Records
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
-from serve_app.text.tokenizer import StopStrings, Tokenizer
+from serve_app.text.tokenizer import StopMatcher, Tokenizer
 from speculative.request import FinishReason, TokenDelta, TokenKind
 from tests.support.front_ends import DeltaSource
 
@@ -48,7 +48,7 @@ async def test_a_lost_stop_string_is_found_in_what_went_over_the_wire(
     monkeypatch.setattr(HttpFront, "_submit", lambda _, answer, how: submitted.append(answer))
     front = opened(tokenizer_folder, DeltaSource(TokenDelta("", ids, kinds, finish_reason=FinishReason.LENGTH)))
     if lost:
-        monkeypatch.setattr("serve_app.openai.plan.StopStrings", lambda strings: StopStrings(()))
+        monkeypatch.setattr(StopMatcher, "push", lambda _, text: text)
     served = front._front_end
     assert served is not None
     transport = httpx.ASGITransport(app=build_ingress(served))

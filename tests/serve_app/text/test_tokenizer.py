@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
 
-from serve_app.text.tokenizer import StopMatcher, StopStrings, Tokenizer
+from serve_app.text.tokenizer import StopMatcher, Tokenizer
 from speculative.errors import InvalidRequest
 
 any_fixture = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
@@ -93,7 +93,7 @@ ab_text = st.text("ab", max_size=12)
     include=st.booleans(),
 )
 def test_stop_strings_are_found_wherever_the_parts_end(parts: list[str], stops: list[str], include: bool) -> None:
-    matcher = StopMatcher(StopStrings(stops), include=include)
+    matcher = StopMatcher(stops, include)
     shown, sent = "", ""
     for part in parts:
         shown += matcher.push(part)
