@@ -198,8 +198,7 @@ class CallReader(ABC):
             end = text.at
             yield from text.blanks()
             yield from text.literal(separator)
-            yield from text.blanks()
-            if (following := (yield from text.peek())) != "{":
+            if (following := (yield from text.blanks())) != "{":
                 text.at = text.at if separator == "," and following == "]" else end
                 return
             if not (yield from self._call(bare=bare)):
@@ -231,8 +230,7 @@ class NamedCall(CallReader):
         self._name = name
 
     def _read(self) -> Step[None]:
-        yield from self._text.blanks()
-        if (yield from self._text.peek()):
+        if (yield from self._text.blanks()):
             self._begin(self._name)
         while character := (yield from self._text.take()):
             self._add(character)
@@ -352,8 +350,7 @@ class MistralCalls(FreeCalls):
     def _calls_at(self, *, line: bool) -> Step[bool]:
         if not (yield from self._text.literal("[TOOL_CALLS]")):
             return False
-        yield from self._text.blanks()
-        if (yield from self._text.peek()) in ("[", "{"):
+        if (yield from self._text.blanks()) in ("[", "{"):
             return (yield from self._list())
         return (yield from self._named())
 
@@ -382,8 +379,7 @@ class XmlCalls(FreeCalls):
     def _calls_at(self, *, line: bool) -> Step[bool]:
         text = self._text
         opened = yield from text.literal("<tool_call>")
-        yield from text.blanks()
-        if opened and (yield from text.peek()) in ("{", "["):  # as Hermes has it
+        if (yield from text.blanks()) in ("{", "[") and opened:  # as Hermes has it
             called = yield from self._list()
         else:
             called = yield from self._function()
@@ -398,8 +394,7 @@ class XmlCalls(FreeCalls):
         if not name:
             return False
         self._begin(name)
-        yield from text.blanks()
-        if (yield from text.peek()) == "{":
+        if (yield from text.blanks()) == "{":
             yield from self._object()
         else:
             schemas = (tool["function"].get("parameters") for tool in self._tools if tool["function"]["name"] == name)

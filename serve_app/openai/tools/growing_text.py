@@ -47,10 +47,11 @@ class GrowingText:
         self.at += len(character)
         return character
 
-    def blanks(self) -> Step[None]:
-        """Read white space, if there is any."""
+    def blanks(self) -> Step[str]:
+        """Read white space, if there is any; returns the character behind it, as `peek` does."""
         while (character := (yield from self.peek())) and character in _BLANKS:
             self.at += 1
+        return character
 
     def literal(self, wanted: str) -> Step[bool]:
         """Read these characters, if they are what comes next."""
