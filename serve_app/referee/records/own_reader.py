@@ -52,15 +52,11 @@ class _End(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OwnReader:
-    """Reads the answers in exchanges with this service.
-
-    Args:
-        parsers: that read reasoning and calls out of its answers; None = the service's own find the calls.
-    """
+    """Reads the answers in exchanges with this service."""
 
     model: ModelInfo  # that it serves
     tokenizer: Tokenizer  # of the same folder
-    parsers: Parsers | None = None
+    parsers: Parsers | None = None  # of reasoning and calls in its answers; None = the service's own find the calls
 
     def answers(self, exchange: Exchange, traces: Sequence[Record]) -> list[Answer]:
         """The answers of a complete reply, one a trace, in their order; those that differ say what does."""

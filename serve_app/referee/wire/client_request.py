@@ -20,15 +20,6 @@ from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
 from speculative.request import Request
 
-WITHOUT_EFFECT = frozenset((
-    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "prompt_cache_options", "spaces_between_special_tokens", "max_tool_calls", "store", "detokenize", "output_kind",
-    "output_mode", "features", "content_parts",
-))  # fmt: skip
-"""Fields that change nothing of what is computed, nor of how it is told."""
-JUDGED_ELSEWHERE = frozenset(("verify", "receipt"))
-"""Fields whose effects are judged by whoever makes them."""
-
 _AS_SENT: Json = {
     "temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
     "repetition_penalty": 1.0, "min_tokens": 0, "ignore_eos": False, "speculate": True, "priority": 0,

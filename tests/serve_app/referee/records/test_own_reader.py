@@ -13,7 +13,6 @@ from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.requests import WireRequest
 from serve_app.openai.responses.response_requests import ResponsesRequest
 from serve_app.referee.records.own_reader import OwnReader
-from serve_app.referee.wire.client_request import JUDGED_ELSEWHERE, WITHOUT_EFFECT
 from serve_app.text.tokenizer import Tokenizer
 from tests.support.front_ends import info
 from tests.support.tapped import BODIES, CHAT, COMPLETIONS, GENERATE, RESPONSES, TappedService
@@ -142,6 +141,13 @@ BESIDE: dict[str, dict[str, Any]] = {  # what a field needs to have an effect, a
     "tool_choice": {"tools": TOOLS, "tool_choice": "required", "max_tokens": 200},
     "top_logprobs": {"logprobs": True, "top_logprobs": 2},
 }
+WITHOUT_EFFECT = {
+    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "prompt_cache_options", "spaces_between_special_tokens", "max_tool_calls", "store",
+}  # fmt: skip
+"""Fields that change nothing of what is computed, nor of how it is told."""
+JUDGED_ELSEWHERE = {"verify", "receipt"}
+"""Fields whose effects are judged by whoever makes them."""
 UNSEEN_HERE = {"reasoning_effort", "chat_template_kwargs", "reasoning", "add_special_tokens", "previous_response_id"}
 """Fields that this template and this tokenizer have no use for, or that only the server can follow."""
 KINDS = {COMPLETIONS: CompletionRequest, CHAT: ChatCompletionRequest, RESPONSES: ResponsesRequest}
