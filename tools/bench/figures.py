@@ -40,12 +40,9 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredAcceptance:
-    """Acceptance of drafts.
+    """Acceptance of drafts."""
 
-    length: mean tokens of a round that had drafts, the one after them included.
-    """
-
-    length: float
+    length: float  # mean tokens of a round that had drafts, the one after them included
     per_position: tuple[float, ...]  # share of the drafts at each position that were accepted
 
 

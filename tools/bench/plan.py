@@ -53,17 +53,13 @@ class BenchCase:
 class BenchPlan:
     """Everything a run needs to know.
 
-    model: a folder.
-    gguf: the same weights for llama.cpp.
     head, draft_model: of drafters with weights.
-    against: the engines of which the best, case by case, is what the others are compared with.
     measure: tokens a second once every stream has its first token, or from the first prompt to the last token; or
         tokens of the prompts a second, until every stream has its first one, of new prompts or (`prefix-hit`) of those
         that were answered just before.
-    together: our engines of the same weights share a process and one copy of them.
     """
 
-    model: Path
+    model: Path  # a folder
     engines: tuple[EngineName, ...]
     prompts: dict[str, list[list[int]]]  # token ids, by kind
     streams: tuple[int, ...]
@@ -72,10 +68,10 @@ class BenchPlan:
     tokens: int  # of every answer
     threads: int  # of every engine whose name gives none
     dtype: str
-    against: tuple[str, ...]
+    against: tuple[str, ...]  # the engines of which the best, case by case, is what the others are compared with
     measure: Measure = "decode"
-    together: bool = False
-    gguf: Path | None = None
+    together: bool = False  # our engines of the same weights share a process and one copy of them
+    gguf: Path | None = None  # the same weights for llama.cpp
     head: str | None = None
     draft_model: str | None = None
     pythons: dict[str, str] = field(default_factory=dict)  # interpreters of engines with an environment of their own

@@ -69,28 +69,17 @@ class ServiceNotStarted(TruespecError):
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """One process that was killed under load, and the consequences.
+    """One process that was killed under load, and the consequences."""
 
-    route: the way of requests to the replicas.
-    process: the one that was killed.
-    streams: results of the streams that ran then, with their numbers.
-    through_head: of these, those that came by the head's own proxy, which a chart's service leaves out.
-    failed: results of new requests that were not answered, with their numbers.
-    failed_for_s: from the first to the last of them.
-    whole_s: seconds until all was there again; None = not within the time of observation.
-    counted: increase of each metric, over Ray's exporters of all nodes.
-    alerts: which it raised, with their state.
-    """
-
-    route: str
-    process: str
-    streams: dict[str, int]
-    through_head: int
-    failed: dict[str, int]
-    failed_for_s: float
-    whole_s: float | None
-    counted: dict[str, float]
-    alerts: dict[str, str]
+    route: str  # the way of requests to the replicas
+    process: str  # the one that was killed
+    streams: dict[str, int]  # results of the streams that ran then, with their numbers
+    through_head: int  # of these, those that came by the head's own proxy, which a chart's service leaves out
+    failed: dict[str, int]  # results of new requests that were not answered, with their numbers
+    failed_for_s: float  # from the first to the last of them
+    whole_s: float | None  # seconds until all was there again; None = not within the time of observation
+    counted: dict[str, float]  # increase of each metric, over Ray's exporters of all nodes
+    alerts: dict[str, str]  # which it raised, with their state
 
     @property
     def uncounted(self) -> int:

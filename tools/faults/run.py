@@ -45,20 +45,14 @@ Until = Callable[[Watch, int], bool]
 
 @dataclass(frozen=True, slots=True)
 class MutantAudit:
-    """The result of an audit of one mutant.
-
-    detectors: each with the positions (or requests) it needed, first to fire first.
-    delay: of the first; None where nothing fired.
-    acceptance: of drafts, by the metric, meanwhile.
-    sound_acceptance: the same without the fault.
-    """
+    """The result of an audit of one mutant."""
 
     fault: str
-    detectors: dict[str, int]
+    detectors: dict[str, int]  # each with the positions (or requests) it needed, first to fire first
     unit: str
-    delay: int | None
-    acceptance: float
-    sound_acceptance: float
+    delay: int | None  # of the first; None where nothing fired
+    acceptance: float  # of drafts, by the metric, meanwhile
+    sound_acceptance: float  # the same without the fault
 
     def as_dict(self) -> dict[str, Any]:
         """Plain, for JSON."""
@@ -272,7 +266,6 @@ class _Clients:
     """They keep an engine busy and look at every step; some hang up before their answer is complete.
 
     earlier: what was said so far, for the requests to continue; None = nobody hangs up.
-    prefill: computes prompt and first token of each request.
     update: makes the weights of versions 2, 3 and so on, of which the engine gets the next after every `_UPDATE_EVERY`
         requests.
     """
@@ -283,7 +276,7 @@ class _Clients:
     replayers: Sequence[ReplayAudit] = ()
     counts_requests: bool = True
     earlier: list[tuple[int, ...]] | None = None
-    prefill: EngineCore | None = None
+    prefill: EngineCore | None = None  # computes prompt and first token of each request
     update: Callable[[str], Weights] | None = None
     _answers: dict[str, ServedRequest] = field(default_factory=dict)
     _num_begun: int = 0

@@ -36,17 +36,13 @@ _DISTRIBUTION, _Q_ZERO = (1 + ROW_KINDS.index(kind) for kind in ("law", "q_zero"
 
 @dataclass(frozen=True, slots=True)
 class FaultyServer:
-    """A server with a fault: a model folder, an engine's settings, the fault in its decoding engine.
-
-    guarded: whether the engine's own rules, which fail requests that break them, stay on.
-    handoffs: prompts are computed by a second engine, without the fault.
-    """
+    """A server with a fault: a model folder, an engine's settings, the fault in its decoding engine."""
 
     folder: Path
     install: Install = lambda engine: None
     config: EngineConfig = field(default_factory=EngineConfig)
-    guarded: bool = True
-    handoffs: bool = False
+    guarded: bool = True  # whether the engine's own rules, which fail requests that break them, stay on
+    handoffs: bool = False  # prompts are computed by a second engine, without the fault
 
     @contextlib.contextmanager
     def running(self) -> Iterator[str]:

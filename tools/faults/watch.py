@@ -30,16 +30,11 @@ MAX_Z = 5.0  # of the mean of a term where the engine is sound
 
 @dataclass
 class Watch:
-    """Collects who found something, and when.
+    """Collects who found something, and when."""
 
-    sound_acceptance: of the same traffic through a sound engine; None = not known yet.
-    one_seed: every client sends the same.
-    sound: the engine has no fault, so that a term whose mean is not 0 shows one of the self-checks.
-    """
-
-    sound_acceptance: float | None = None
-    one_seed: bool = False
-    sound: bool = False
+    sound_acceptance: float | None = None  # of the same traffic through a sound engine; None = not known yet
+    one_seed: bool = False  # every client sends the same
+    sound: bool = False  # the engine has no fault, so that a term whose mean is not 0 shows one of the self-checks
     found: dict[str, int] = field(default_factory=dict)  # detector -> positions or requests until it fired
     total: StepStats = field(default_factory=StepStats)
 
@@ -73,15 +68,11 @@ class Watch:
 
 @dataclass
 class ServedRequest:
-    """A request with what it was served.
-
-    handed_off: the first delta came of a prefill elsewhere.
-    hangs_up: its client does not wait for the end.
-    """
+    """A request with what it was served."""
 
     request: Request
-    handed_off: bool = False
-    hangs_up: bool = False
+    handed_off: bool = False  # the first delta came of a prefill elsewhere
+    hangs_up: bool = False  # its client does not wait for the end
     deltas: list[TokenDelta] = field(default_factory=list)
 
     @property

@@ -50,19 +50,13 @@ _SEED = 20_261
 
 @dataclass(frozen=True, slots=True)
 class WatchedFault:
-    """The result of watching one fault.
-
-    way: in which it was served.
-    found: the referee's first finding, with its stratum; "" = none.
-    tokens: judged until then, or until the end.
-    answers: judged until then, or until the end.
-    """
+    """The result of watching one fault."""
 
     fault: str
-    way: str
-    found: str
-    tokens: int
-    answers: int
+    way: str  # in which it was served
+    found: str  # the referee's first finding, with its stratum; "" = none
+    tokens: int  # judged until then, or until the end
+    answers: int  # judged until then, or until the end
 
     @property
     def is_wrong(self) -> bool:

@@ -21,25 +21,18 @@ _ROWS_AT_ONCE = 64  # whose logits are summed at once: 12 MB of 49,152 tokens, w
 class TrainingBatch:
     """Some conversations, packed: S tokens, of which A are targets (answer tokens after the first, but for the last).
 
-    lengths: rows of each conversation.
-    answer_starts: the first row of each that drafts.
-    token_ids: [S] int64.
-    features: [S, F], what the head reads of the target.
     log_p: [A, D] float32, the target's distribution over the tokens that the head drafts; they sum to these tokens'
         share.
-    next_ids: [A] int64, the tokens that were drawn from it.
-    depths: [A] int64, place of each target within its answer: how many rows can draft it.
-    temperatures: [A] float32, of the answer.
     """
 
-    lengths: tuple[int, ...]
-    answer_starts: tuple[int, ...]
-    token_ids: Tensor
-    features: Tensor
+    lengths: tuple[int, ...]  # rows of each conversation
+    answer_starts: tuple[int, ...]  # the first row of each that drafts
+    token_ids: Tensor  # [S] int64
+    features: Tensor  # [S, F], what the head reads of the target
     log_p: Tensor
-    next_ids: Tensor
-    depths: Tensor
-    temperatures: Tensor
+    next_ids: Tensor  # [A] int64, the tokens that were drawn from it
+    depths: Tensor  # [A] int64, place of each target within its answer: how many rows can draft it
+    temperatures: Tensor  # [A] float32, of the answer
 
 
 class PlainAttention:

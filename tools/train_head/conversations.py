@@ -26,18 +26,12 @@ MAX_QUESTION, MAX_ANSWER = 96, 256  # tokens; of an answer, the first ones are t
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Conversations:
-    """Prompts and their answers, as token ids, one after another.
+    """Prompts and their answers, as token ids, one after another."""
 
-    token_ids: [N] int32, all conversations.
-    lengths: [C] int64, tokens of each.
-    prompt_lengths: [C] int64, tokens before the answer.
-    temperatures: [C] float32, at which the answer was drawn.
-    """
-
-    token_ids: np.ndarray[Any, np.dtype[np.int32]]
-    lengths: np.ndarray[Any, np.dtype[np.int64]]
-    prompt_lengths: np.ndarray[Any, np.dtype[np.int64]]
-    temperatures: np.ndarray[Any, np.dtype[np.float32]]
+    token_ids: np.ndarray[Any, np.dtype[np.int32]]  # [N] int32, all conversations
+    lengths: np.ndarray[Any, np.dtype[np.int64]]  # [C] int64, tokens of each
+    prompt_lengths: np.ndarray[Any, np.dtype[np.int64]]  # [C] int64, tokens before the answer
+    temperatures: np.ndarray[Any, np.dtype[np.float32]]  # [C] float32, at which the answer was drawn
 
     def __post_init__(self) -> None:
         if not len(self.lengths) == len(self.prompt_lengths) == len(self.temperatures):

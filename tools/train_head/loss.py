@@ -11,11 +11,10 @@ from torch.nn import functional
 class Acceptance:
     """Acceptance of a head on held-out answers; one entry per draft position.
 
-    sampled: mean of the sum of min(p, q) at T = 1, prefix and earlier drafts true.
     greedy: share of positions of greedy answers at which the head's likeliest token is the answer's next.
     """
 
-    sampled: tuple[float, ...]
+    sampled: tuple[float, ...]  # mean of the sum of min(p, q) at T = 1, prefix and earlier drafts true
     greedy: tuple[float, ...]
 
 

@@ -16,16 +16,13 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class BatchOfPrompts:
-    """Answer these prompts at once, each with exactly `max_tokens` tokens, ends of text notwithstanding.
-
-    engine: which one of those that share the process is meant.
-    """
+    """Answer these prompts at once, each with exactly `max_tokens` tokens, ends of text notwithstanding."""
 
     prompts: list[list[int]]
     max_tokens: int
     temperature: float
     seed: int
-    engine: str = ""
+    engine: str = ""  # which one of those that share the process is meant
 
     @property
     def prompt_tokens(self) -> int:
