@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploy.exchange.prompts import KINDS, read_prompts
+from deploy.exchange.prompts import KINDS
 from speculative.errors import ConfigError
 from tests.tools.test_bench_run import plan
 from tools.bench.figures import acceptance, paired_ratio, rows
 from tools.bench.plan import BenchCase
+from tools.bench.prompts import read_prompts
 from tools.bench.report import tables, write_markdown
 from tools.bench.rounds import BenchResult, BenchSample
 from tools.bench.workers.channel import BatchOfPrompts, Meter, checked

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from deploy.exchange.prompts import read_prompts
 from deploy.options import check_writable, write_json
 from deploy.reports.progress import View
 from deploy.run.models import find_model
@@ -22,6 +21,7 @@ from speculative.model.catalogue import CATALOGUE, download_gguf
 from speculative.model.loading import resolve_model
 from tools.bench.engines import LLAMA, VLLM, default_names
 from tools.bench.plan import BenchPlan, EngineName, Measure
+from tools.bench.prompts import read_prompts
 from tools.bench.report import print_report, write_markdown
 from tools.bench.rounds import BenchResult, run_bench
 from tools.provenance import provenance
