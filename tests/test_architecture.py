@@ -84,6 +84,7 @@ OWNERS = {
         "serve_app.http",
         "serve_app.referee.records.receipts",
         "serve_app.openai",
+        "speculative.state.handoff",
     },
     "pytest": set(),
     "ray": {
