@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from speculative.config import EngineConfig
 from speculative.drafting.base import Drafter, NoDrafter
@@ -27,8 +26,6 @@ from speculative.drafting.weightless import make_weightless
 from speculative.drafting.weights import Weights, load_weights, longest_sequence
 from speculative.errors import ConfigError, InvalidRequest
 from speculative.model.attention import prepare_by
-from speculative.model.config import ModelConfig
-from speculative.model.decoder import Decoder
 from speculative.model.new_weights import overwrite
 from speculative.request import Request, Structure
 from speculative.sampling.logprob_checks import LogprobContract
@@ -51,16 +48,9 @@ from speculative.step.sampler import Sampler
 class Assembly:
     """The parts that an engine has from its start (scheduler, cache, sampler), and those of its weights (the steps)."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        model: ModelConfig,
-        config: EngineConfig,
-        fingerprint: str = "",
-        make_constraint: ConstraintMaker | None = None,
-        draft_model: DraftModel | None = None,
-    ) -> None:
-        self.model, self.fingerprint = model, fingerprint
+    def __init__(self, weights: Weights, config: EngineConfig, make_constraint: ConstraintMaker | None = None) -> None:
+        decoder, model = weights.decoder, weights.decoder.config
+        self.weights, self.model = weights, model
         self.device = next(decoder.parameters()).device
         use_device(self.device)
         if self.device.type == "cuda":
@@ -72,7 +62,7 @@ class Assembly:
             # Else cuBLAS may add up parts of a product in 16 bits, by the size of the batch.
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-            config = dataclasses.replace(config, kv_cache_tokens=cache_tokens(config, decoder, draft_model))
+            config = dataclasses.replace(config, kv_cache_tokens=cache_tokens(config, decoder, weights.draft_model))
         self.config = config = config.on_cpu() if self.device.type == "cpu" else config
         self.max_model_len = longest_sequence(model, config)
         self.stats = StepStats()
@@ -91,7 +81,7 @@ class Assembly:
         self.sampler = Sampler(config, self.device, model.eos_token_ids, self.ops)
         self.checked_sampler = CheckedSampler(self.sampler, self.self_check)
         self.cache = self._make_cache(model.kv_shape)
-        self._make_steps(decoder, draft_model, NoDrafter() if draft_model else make_weightless(config.drafter))
+        self._make_steps(NoDrafter() if weights.draft_model else make_weightless(config.drafter))
 
     @classmethod
     def load(cls, folder: Path, config: EngineConfig, make_constraint: ConstraintMaker | None = None) -> "Assembly":
@@ -102,27 +92,19 @@ class Assembly:
             UnsupportedModel: the checkpoint needs what this engine does not do.
         """
         torch.set_num_threads(config.num_threads)
-        model = ModelConfig.from_folder(folder)
         device = resolve_device(config.device)
         if device.type == "cuda":
             from speculative.gpu.triton_here import require_triton
 
             require_triton(device)  # before minutes of loading
-        weights = load_weights(folder, config, device)
-        return cls(weights.decoder, model, config, weights.fingerprint, make_constraint, weights.draft_model)
-
-    @property
-    def networks(self) -> dict[str, nn.Module]:
-        """Return what is computed with, by the names of `Weights.networks`."""
-        drafter = self.eager.drafter
-        model = {"drafter": drafter.model.network} if isinstance(drafter, ModelDrafter) else {}
-        return {"model": self.eager.runner.decoder} | model
+        return cls(load_weights(folder, config, device), config, make_constraint)
 
     def change_weights(self, weights: Weights) -> None:
         """Copy weights over those on a GPU, for which graphs were captured; on a CPU, build the steps again."""
         drafter = self.eager.drafter
         if self.device.type == "cuda":
-            overwrite(self.networks, weights.networks)
+            overwrite(self.weights.networks, weights.networks)
+            self.weights = dataclasses.replace(self.weights, fingerprint=weights.fingerprint)
             if isinstance(drafter, ModelDrafter) and weights.draft_model is not None:
                 drafter.rename(weights.draft_model)
                 self.scheduler.draft_length.restart(weights.draft_model.held_out_rates)
@@ -130,14 +112,14 @@ class Assembly:
                 self.graphs.judge.follow_ids()
         else:
             del self.graphs, self.eager, self.executor  # frees the old drafter's cache
+            self.weights = weights
             # A drafter without weights goes on with the texts that it has seen.
-            self._make_steps(weights.decoder, weights.draft_model, NoDrafter() if weights.draft_model else drafter)
-        self.fingerprint = weights.fingerprint  # last: nothing says that it is of the new weights before it is
+            self._make_steps(NoDrafter() if weights.draft_model else drafter)
 
     def manifest(self) -> Manifest:
         """Return what a handoff has to agree with."""
         return Manifest(
-            fingerprint=self.fingerprint,
+            fingerprint=self.weights.fingerprint,
             dtype=self.config.dtype,
             num_layers=self.model.num_layers,
             num_kv_heads=self.model.num_kv_heads,
@@ -151,10 +133,10 @@ class Assembly:
         structure = request.params.structure
         return None if structure is None else self.make_constraint(structure)
 
-    def _make_steps(self, decoder: Decoder, draft_model: DraftModel | None, weightless: Drafter) -> None:
+    def _make_steps(self, weightless: Drafter) -> None:
         """Build the steps and their executor, drafting by a model or else by `weightless`; drop all old weights."""
-        neural = None if draft_model is None else self._model_drafter(draft_model)
-        drafter = neural or weightless
+        decoder, draft_model = self.weights.decoder, self.weights.draft_model
+        drafter = weightless if draft_model is None else self._model_drafter(draft_model)
         self.graphs = None
         runner = ModelRunner(decoder, self.cache, self.device, self._prepare)
         if self.operators is not None:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from speculative.assembly import Assembly
 from speculative.config import KINDS_WITH_WEIGHTS, DrafterConfig, EngineConfig
 from speculative.drafting.head_drafters import Eagle3DraftModel
+from speculative.drafting.weights import Weights
 from speculative.engine import EngineCore
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
@@ -131,7 +132,7 @@ def make_engine(decoder: Decoder, load: Load, *, spare: int = 0) -> EngineCore:
         kv_cache_tokens=max(num_seqs * 2304, 16384) if on_gpu else 4096,
         prefix_caching=False,
     )
-    return EngineCore(Assembly(decoder, decoder.config, config, draft_model=head))
+    return EngineCore(Assembly(Weights(decoder, draft_model=head), config))
 
 
 def request_of(engine: EngineCore, name: str, length: int, params: SamplingParams, seed: int = 0) -> Request:

@@ -219,7 +219,7 @@ class TorchBackend:
             with naming("drafter_path"):
                 head = resolve_model(drafter, SHIPPED_HEADS) if has_head and drafter is not None else drafter
             weights = load_weights(
-                folder, engine.config, engine.device, head, check=True, replaced=engine.parts.networks
+                folder, engine.config, engine.device, head, check=True, replaced=engine.parts.weights.networks
             )
             return weights, _Form.of(folder, engine), digests(weights.networks)
 
@@ -238,7 +238,7 @@ class TorchBackend:
 
         def switch(engine: EngineCore) -> None:
             engine.switch(weights, version)
-            if (found := digests(engine.parts.networks)) != wanted:
+            if (found := digests(engine.parts.weights.networks)) != wanted:
                 changed = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
                 raise EngineFault(
                     f"After the update to {version!r} it computes with other weights than were loaded and checked: "

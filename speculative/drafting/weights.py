@@ -26,8 +26,8 @@ class Weights:
     """A target with the drafter that belongs to it: heads share the target's embedding or LM head."""
 
     decoder: Decoder
-    fingerprint: str  # of the target's configuration and weights
-    draft_model: DraftModel | None
+    fingerprint: str = ""  # of the target's configuration and weights
+    draft_model: DraftModel | None = None
 
     @property
     def networks(self) -> dict[str, nn.Module]:

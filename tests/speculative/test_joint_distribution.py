@@ -15,6 +15,7 @@ from speculative.assembly import Assembly
 from speculative.config import DrafterConfig
 from speculative.drafting.base import Drafter, DraftOutput
 from speculative.drafting.head_drafters import Eagle3DraftModel
+from speculative.drafting.weights import Weights
 from speculative.engine import EngineCore
 from speculative.sampling.draft_probs import Dense, PointMass
 from speculative.state.batch import Batch, Int64s
@@ -107,7 +108,7 @@ def test_joint_distribution_with_drafts_of_a_head(drafted: tuple[int, ...]) -> N
     head = Eagle3DraftModel(random_head(decoder, torch.tensor(drafted), embedding=decoder.embedding), "random")
     sizes = {"max_num_seqs": 256, "max_batched_tokens": 2048, "kv_cache_tokens": 8192, "prefix_caching": False}
     config = settings(drafter=DrafterConfig(num_draft_tokens=3), **sizes)
-    engine = EngineCore(Assembly(decoder, decoder.config, config, "markov", None, head))
+    engine = EngineCore(Assembly(Weights(decoder, "markov", head), config))
     samples = sample(engine, (FIRST, FIRST), 2_500, 5)
     assert worst_window(samples, softmax(table), FIRST) < FIVE_SIGMA
     stats = engine.take_stats()

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from speculative.assembly import Assembly
 from speculative.config import DrafterConfig, EngineConfig
+from speculative.drafting.weights import Weights
 from speculative.engine import EngineCore
 from speculative.model.catalogue import fetch_model
 from speculative.model.config import ModelConfig
@@ -57,7 +58,7 @@ class RealModel:
 
     def engine(self, *, drafts: bool) -> EngineCore:
         drafter = DrafterConfig(kind="ngram" if drafts else "none")
-        return EngineCore(Assembly(self.decoder, self.config, replace(CONFIG, drafter=drafter)))
+        return EngineCore(Assembly(Weights(self.decoder), replace(CONFIG, drafter=drafter)))
 
     @torch.inference_mode()
     def reference_logits(self, token_ids: Sequence[int]) -> Tensor:

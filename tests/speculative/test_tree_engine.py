@@ -17,6 +17,7 @@ from speculative.config import DrafterConfig
 from speculative.drafting.head_drafters import Eagle3DraftModel
 from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.drafting.tree_drafter import TreeDrafter
+from speculative.drafting.weights import Weights
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError
 from speculative.kernels import chosen
@@ -378,7 +379,7 @@ def test_texts_follow_the_chain_and_the_self_checks_are_quiet() -> None:
     sizes = {"max_num_seqs": 128, "max_batched_tokens": 4096, "kv_cache_tokens": 8192, "prefix_caching": False}
     drafter = DrafterConfig(kind="eagle3", model="random", num_draft_tokens=3, tree=(3, 2))
     config = settings(drafter=drafter, verifier="coupled", self_check_sample_rate=1.0, **sizes)
-    engine = EngineCore(Assembly(decoder, decoder.config, config, "markov", None, Eagle3DraftModel(head, "random")))
+    engine = EngineCore(Assembly(Weights(decoder, "markov", Eagle3DraftModel(head, "random")), config))
     samples = sample(engine, (3, 3), 1500, 5)
     assert worst_window(samples, distribution.double().numpy(), 3) < 5.0
     stats = engine.take_stats()

@@ -14,6 +14,7 @@ from torch.nn import functional
 from speculative.assembly import Assembly
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.weightless import LookupDrafter
+from speculative.drafting.weights import Weights
 from speculative.engine import EngineCore
 from speculative.model.attention import attend_by_rule
 from speculative.model.config import PLAIN, ModelConfig, ScoreRule
@@ -72,7 +73,7 @@ def insert(engine: EngineCore, request: Request, blob: Blob) -> None:
 
 def markov_engine(next_token: Tensor | Sequence[int], *, eos: tuple[int, ...] = (), **changes: Any) -> EngineCore:
     decoder = markov_decoder(next_token, eos=eos)
-    return EngineCore(Assembly(decoder, decoder.config, settings(**changes)))
+    return EngineCore(Assembly(Weights(decoder), settings(**changes)))
 
 
 def markov_decoder(next_token: Tensor | Sequence[int], *, eos: tuple[int, ...] = (), num_layers: int = 1) -> Decoder:

@@ -18,8 +18,8 @@ from serve_app.referee.judge.tolerance import ServiceTolerances, Tolerance
 from serve_app.text.tokenizer import Tokenizer
 from speculative.assembly import Assembly
 from speculative.config import DrafterConfig, EngineConfig
+from speculative.drafting.weights import Weights as Loaded
 from speculative.engine import EngineCore
-from speculative.model.config import ModelConfig
 from speculative.model.loading import load_decoder
 from speculative.request import Request, SamplingParams
 from speculative.weight_formats import is_rounded
@@ -129,7 +129,7 @@ class RealLogits:
             block_size=1,  # so that of a prompt that is known but for its last token only that is computed
             drafter=DrafterConfig(kind="none"),
         )
-        engine = EngineCore(Assembly(decoder, ModelConfig.from_folder(self._folder), config))
+        engine = EngineCore(Assembly(Loaded(decoder), config))
         return torch.cat([_predicting(engine, text, singly=form.singly) for text in self._texts])
 
 

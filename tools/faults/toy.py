@@ -233,14 +233,7 @@ def write_checkpoint(decoder: Decoder, folder: Path) -> None:
 
 
 def _engine(weights: Weights, settings: dict[str, Any], num_drafts: int = NUM_DRAFTS) -> EngineCore:
-    model = weights.decoder.config
     drafter = DrafterConfig.of(kind="ngram", num_draft_tokens=num_drafts, ngram_max=3, ngram_min=1)
     fixed = {"dtype": "float32", "device": "cpu", "drafter": drafter}
-    parts = Assembly(
-        weights.decoder,
-        model,
-        EngineConfig(**{**fixed, **settings}),
-        make_constraint=lambda _: EvenAndOdd(model.vocab_size),
-        draft_model=weights.draft_model,
-    )
-    return EngineCore(parts)
+    structure = EvenAndOdd(weights.decoder.config.vocab_size)
+    return EngineCore(Assembly(weights, EngineConfig(**{**fixed, **settings}), lambda _: structure))

@@ -10,6 +10,7 @@ from serve_app.backends.base import SHIPPED_HEADS
 from serve_app.text.tokenizer import Tokenizer
 from speculative.assembly import Assembly, resolve_device
 from speculative.config import DrafterConfig, EngineConfig
+from speculative.drafting.weights import Weights
 from speculative.engine import EngineCore
 from speculative.model.decoder import Decoder
 from speculative.model.eagle3 import load_eagle3
@@ -85,7 +86,7 @@ def _written(data: str, count: int, folder: Path, target: Decoder) -> Conversati
         num_threads=torch.get_num_threads(),
         drafter=DrafterConfig(kind="none"),
     )
-    engine = EngineCore(Assembly(target, target.config, config))
+    engine = EngineCore(Assembly(Weights(target), config))
     if data == "self":
         return Conversations.pack(write_answers(engine, write_questions(engine, tokenizer, count)))
     return Conversations.pack(answer_prompts(engine, tokenizer, read_prompts(Path(data), tokenizer)))

@@ -14,6 +14,7 @@ from serve_app.backends.base import SHIPPED_HEADS
 from speculative.assembly import Assembly
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.head_drafters import Eagle3DraftModel
+from speculative.drafting.weights import Weights
 from speculative.engine import EngineCore
 from speculative.model.catalogue import fetch_model
 from speculative.model.config import ModelConfig
@@ -49,12 +50,12 @@ class Served:
 
     def engine(self, *, drafts: bool = True) -> EngineCore:
         if not drafts:
-            return EngineCore(Assembly(self.decoder, self.config, replace(CONFIG, drafter=DrafterConfig(kind="none"))))
+            return EngineCore(Assembly(Weights(self.decoder), replace(CONFIG, drafter=DrafterConfig(kind="none"))))
         head = Eagle3DraftModel.load(
             resolve_model(HEAD, SHIPPED_HEADS), self.decoder, dtype=torch.float32, device="cpu"
         )
         drafter = DrafterConfig(kind="eagle3", model=HEAD, num_draft_tokens=3)
-        return EngineCore(Assembly(self.decoder, self.config, replace(CONFIG, drafter=drafter), draft_model=head))
+        return EngineCore(Assembly(Weights(self.decoder, draft_model=head), replace(CONFIG, drafter=drafter)))
 
     def chat(self, text: str) -> tuple[int, ...]:
         rendered = self.tokenizer.apply_chat_template(

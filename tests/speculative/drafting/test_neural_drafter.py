@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from speculative.assembly import Assembly
 from speculative.config import DrafterConfig
 from speculative.drafting.neural_drafter import ModelDrafter
+from speculative.drafting.weights import Weights
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError, HandoffRefused
-from speculative.model.config import ModelConfig
 from speculative.model.layers import Attend
 from speculative.model.loading import load_decoder
 from speculative.request import Request, SamplingParams
@@ -99,7 +99,7 @@ def echo_engine(folder: Path, ids: Tensor | None = None, **changes: Any) -> Engi
     config = settings(drafter=DrafterConfig(num_draft_tokens=NUM_DRAFTS), **changes)
     model = EchoModel(decoder.embedding.detach(), ids)
     with captured_on_a_cpu():
-        return EngineCore(Assembly(decoder, ModelConfig.from_folder(folder), config, "tiny", None, model))
+        return EngineCore(Assembly(Weights(decoder, "tiny", model), config))
 
 
 def same_model_engine(folder: Path, **changes: Any) -> EngineCore:

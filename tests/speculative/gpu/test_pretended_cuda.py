@@ -468,18 +468,18 @@ def test_new_weights_are_copied_over_the_old_where_the_cache_has_all_other_memor
         add_all(engine, SHORT)
         for _ in range(6):
             take(found, engine.step())
-        device, old = PretendedCuda.current, digests(engine.parts.networks)
+        device, old = PretendedCuda.current, digests(engine.parts.weights.networks)
         if device is not None:
             captured, device.memory = len(device.graphs), device.taken + STAGING
             with pytest.raises(torch.OutOfMemoryError):
                 load_weights(new, engine.config, engine.device, drafter)
         given = (new, engine.config, engine.device, drafter)
-        weights = load_weights(*given, check=True, replaced=engine.parts.networks)
-        assert digests(engine.parts.networks) == old != digests(weights.networks)
+        weights = load_weights(*given, check=True, replaced=engine.parts.weights.networks)
+        assert digests(engine.parts.weights.networks) == old != digests(weights.networks)
         if device is not None:
             device.clear()
         engine.switch(weights, "2")
-        assert digests(engine.parts.networks) == digests(weights.networks)
+        assert digests(engine.parts.weights.networks) == digests(weights.networks)
         if device is not None:
             # Parameters are pinned; tables of rotations and a head's ids are not.
             assert device.waits["upload from pageable memory", "model/new_weights.py:overwrite"] <= 3
@@ -504,7 +504,7 @@ def test_an_update_that_cannot_take_the_place_of_what_is_served_is_refused_and_c
     more_ids = write_tiny_head(tmp_path / "more", target, draft_ids=torch.arange(30))
     with PretendedCuda():
         engine = load(device="cuda", drafter=drafters["eagle3"])
-        old, manifest = digests(engine.parts.networks), engine.manifest
+        old, manifest = digests(engine.parts.weights.networks), engine.manifest
         for head, quantization, named in (
             (own_embedding, "auto", r"drafter \.embedding is"),
             (more_ids, "auto", r"drafter \.draft_ids is \[30\]"),
@@ -512,13 +512,14 @@ def test_an_update_that_cannot_take_the_place_of_what_is_served_is_refused_and_c
         ):
             given = (target, replace(engine.config, quantization=quantization), engine.device, head)
             with pytest.raises(ConfigError, match=f"of another form .*: {named}"):
-                load_weights(*given, replaced=engine.parts.networks)
+                load_weights(*given, replaced=engine.parts.weights.networks)
             with pytest.raises(ConfigError, match=f"of another form .*: {named}"):
                 engine.switch(load_weights(*given), "2")
         monkeypatch.setattr("speculative.model.new_weights.free_host_bytes", lambda: 1000)
         with pytest.raises(ConfigError, match=r"the host's memory before the GPU gets them: 0.0 GiB, and 0.0 are free"):
-            load_weights(target, engine.config, engine.device, replaced=engine.parts.networks)
-        assert (digests(engine.parts.networks), engine.manifest, engine.weight_version) == (old, manifest, "default")
+            load_weights(target, engine.config, engine.device, replaced=engine.parts.weights.networks)
+        assert digests(engine.parts.weights.networks) == old
+        assert (engine.manifest, engine.weight_version) == (manifest, "default")
 
 
 @pytest.mark.parametrize("fault", ["", "a pool for every graph"])

@@ -16,6 +16,7 @@ from torch import Tensor
 from speculative.assembly import Assembly
 from speculative.drafting.head_drafters import Eagle3DraftModel
 from speculative.drafting.neural_drafter import ModelDrafter
+from speculative.drafting.weights import Weights
 from speculative.engine import EngineCore
 from speculative.errors import InvalidRequest
 from speculative.request import Draw, Redrawn, ReplayedToken, Request, Round, SamplingParams, TokenKind
@@ -71,7 +72,7 @@ def head_engine(drafted: range, verifier: str) -> EngineCore:
     small = settings(verifier=verifier, kv_cache_tokens=256, block_size=8)
     structure = EvenAndOdd(model.vocab_size)
     drafts = Eagle3DraftModel(head, "")
-    return EngineCore(Assembly(decoder, model, small, make_constraint=lambda _: structure, draft_model=drafts))
+    return EngineCore(Assembly(Weights(decoder, draft_model=drafts), small, lambda _: structure))
 
 
 ENGINES: dict[str, Callable[[str], EngineCore]] = {

@@ -14,7 +14,6 @@ from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.weights import load_weights
 from speculative.engine import EngineCore
 from speculative.errors import EngineFault
-from speculative.model.config import ModelConfig
 from speculative.model.loading import choose_weights
 from speculative.request import Request, SamplingParams
 from speculative.warm_up import warm_up
@@ -27,8 +26,7 @@ class Ours:
     max_streams: int | None = None
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        folder = Path(settings["model"])
-        model, decoder = ModelConfig.from_folder(folder), None
+        folder, decoder = Path(settings["model"]), None
         self._engines: dict[str, EngineCore] = {}
         for name, own in settings["engines"].items():
             config = EngineConfig(**own["engine"], drafter=DrafterConfig.of(**own["drafter"]))
@@ -36,7 +34,7 @@ class Ours:
             device = resolve_device(config.device)
             loaded = load_weights(folder, config, device, decoder=decoder)
             decoder = loaded.decoder
-            engine = EngineCore(Assembly(decoder, model, config, loaded.fingerprint, draft_model=loaded.draft_model))
+            engine = EngineCore(Assembly(loaded, config))
             warm_up(engine)
             self._engines[name] = engine
         weights = choose_weights(config.quantization, folder, dtype=config.dtype, device=device)
