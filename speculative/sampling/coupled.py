@@ -71,16 +71,3 @@ class NoiseRows(NamedTuple):
     coupled: Tensor
     seeds: Tensor
     positions: Tensor
-
-
-def choose(
-    probs: Tensor, columns: Tensor, rows: NoiseRows, ids: Tensor | None, vocab_size: int, kernels: Kernels | None = None
-) -> Tensor:
-    """[E] the column of each draft: chosen from its distribution [E, W] with the noise of its target token where the
-    row is coupled, else as in `columns` [E].
-
-    ids: [W] the token of each column; None where it is the column. kernels: of the noise.
-    """
-    keys = rows.seeds, rows.positions
-    choice = largest(probs, keys, kernels, ids=ids, vocab_size=vocab_size)[:, 0]
-    return torch.where(rows.coupled, choice, columns)

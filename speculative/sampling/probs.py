@@ -105,30 +105,6 @@ class LastRows:
         return self._last[1]
 
 
-def process(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Logits after temperature and filters: [R, V] float32, -inf where a token is filtered out.
-
-    Where neither changes anything they are given back as they are.
-    """
-    if rows.all_warm and rows.filters is None:
-        return logits
-    processed = logits / rows.temperature
-    if rows.filters is not None:
-        filtered = rows.filters.rows
-        processed[filtered] = rows.filters.keep(processed[filtered])
-    return processed
-
-
-def target_probs(processed: Tensor, rows: SamplingRows) -> Tensor:
-    """The distribution p that tokens are drawn from: [R, V] float32; greedy rows have all mass on the most likely
-    token."""
-    probs = torch.softmax(processed, dim=-1)
-    if not rows.any_greedy:
-        return probs
-    best = processed.argmax(dim=-1, keepdim=True)
-    return torch.where(rows.greedy[:, None], torch.zeros_like(probs).scatter_(1, best, 1.0), probs)
-
-
 def _keep_likely(logits: Tensor, log_min_p: Tensor) -> Tensor:
     """Keep the tokens that are at least min_p [F] times as likely as the row's likeliest, which always stays.
 

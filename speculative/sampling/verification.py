@@ -140,18 +140,3 @@ def draw_last(step: VerifyInput, rows: Tensor) -> Tensor:
         rows: [E] int64, the row that each entry came to.
     """
     return draw(residual(step.probs[rows], step.q_at(rows)), step.sample_uniforms[rows])
-
-
-def round_probs(step: VerifyInput, verified: VerifyOutput, *, places: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Implement `VocabularyOps.round_probs`."""
-    assert not isinstance(step.draft_probs, PointMass), "a point mass needs no record"
-    rows = step.first_rows + verified.num_accepted
-    of_last = step.draft_probs.of_tokens(verified.token_ids, step.drafts[rows], step.packed[rows], step.probs.shape[1])
-    before = step.draft_probs.mass_before(step.drafts, step.packed) if places else None
-    return step.q_of_drafts(), of_last, before
-
-
-def emitted_at_rows(verified: VerifyOutput, step: VerifyInput) -> Tensor:
-    """[R] int64: the token emitted at each verify row; rows past the last emitted one repeat it."""
-    accepted = step.offsets < verified.num_accepted[step.entries]
-    return torch.where(accepted, step.drafts, verified.token_ids[step.entries])

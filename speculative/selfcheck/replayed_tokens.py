@@ -3,29 +3,19 @@
 from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.kernels.bindings import Kernels
 from speculative.request import SURPRISAL_CLIP_NATS, ReplayedToken, Request
 from speculative.sampling.logits_processors import adjust
+from speculative.sampling.ops import DistributionOps
 from speculative.sampling.probs import SamplingRows
 from speculative.selfcheck.draw_margins import Distributions, redraw
 from speculative.state.batch import RowContext
 from speculative.state.logit_constraints import rules_of
 from speculative.state.token_constraint import TokenConstraint
-
-
-class SamplingOps(Protocol):
-    """The part of `VocabularyOps` that replays read."""
-
-    host: Kernels | None
-
-    def process(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        """Implement `VocabularyOps.process`."""
 
 
 def replayed_tokens(
@@ -34,7 +24,7 @@ def replayed_tokens(
     start: int,
     constraint: TokenConstraint | None,
     eos_token_ids: Tokens[int],
-    ops: SamplingOps,
+    ops: DistributionOps,
     draft_logits: Mapping[int, Tensor] | None = None,
 ) -> tuple[ReplayedToken, ...]:
     """One row for each token that the logits [n, V] float32 predict.
@@ -45,7 +35,7 @@ def replayed_tokens(
         start: the first token predicted; what lies between `score_from` and it is output already.
         constraint: a fresh one, of the request's structure.
         eos_token_ids: tokens that end an answer.
-        ops: the engine's `VocabularyOps`.
+        ops: of the engine.
         draft_logits: [V] float32, that the draft rejected before a token was sampled from, by row; where known.
     """
     tokens, num_prompt = request.prompt_token_ids, request.score_from or 0

@@ -20,7 +20,7 @@ from speculative.drafting.weights import Weights
 from speculative.engine import EngineCore
 from speculative.errors import InvalidRequest
 from speculative.request import Draw, Redrawn, ReplayedToken, Request, Round, SamplingParams, TokenKind
-from speculative.sampling.probs import SamplingRows, process
+from speculative.sampling.probs import SamplingRows
 from speculative.sampling.rng import Purpose, gumbel, uniforms
 from speculative.selfcheck.draw_margins import Distributions, redraw
 from speculative.selfcheck.replayed_draws import DrawCheck, Rounds
@@ -146,7 +146,7 @@ def one_row(
 ) -> Redrawn:
     def distributions(logits: list[float]) -> Distributions:
         rows = SamplingRows.build([params], len(logits), torch.device("cpu"))
-        return Distributions.of(torch.tensor([logits]), rows, process)
+        return Distributions.of(torch.tensor([logits]), rows, VocabularyOps().process)
 
     known = {} if drafter is None else dict(enumerate(distributions(drafter).each()))
     (redrawn,) = redraw(distributions(logits), [token], [draw], Request("r", (1,), params, 7), known)
@@ -219,7 +219,7 @@ def test_a_vocabulary_comes_to_the_host_only_for_a_draw_that_misses(params: Samp
 
     def target(device: str) -> Distributions:
         rows = SamplingRows.build([params] * num_tokens, size, torch.device(device))
-        return Distributions.of(logits.to(device), rows, process)
+        return Distributions.of(logits.to(device), rows, VocabularyOps().process)
 
     tokens = torch.searchsorted(target("cpu").probs.double().cumsum(-1), drawn)[:, 0].tolist()
     on_host = redraw(target("cpu"), tokens, draws, request, {})
@@ -287,8 +287,8 @@ def test_nothing_that_is_replayed_ends_the_engine(temperature: float) -> None:
         for fields in filters:
             params = SamplingParams(temperature=temperature, **fields)
             rows = SamplingRows.build([params] * len(draws), 40, logits.device)
-            target = Distributions.of(logits, rows, process)
-            drafter = dict(enumerate(Distributions.of(logits.roll(1, 1), rows, process).each()))
+            target = Distributions.of(logits, rows, VocabularyOps().process)
+            drafter = dict(enumerate(Distributions.of(logits.roll(1, 1), rows, VocabularyOps().process).each()))
             for token in (0, 1, 2, 3, 35):
                 redrawn = redraw(target, [token] * len(draws), draws, Request("r", (1,), params, 7), drafter)
                 for one in redrawn:
