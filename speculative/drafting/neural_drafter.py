@@ -24,7 +24,7 @@ from speculative.errors import HandoffRefused
 from speculative.model.attention import PreparePass
 from speculative.model.eagle3 import FusedHead
 from speculative.model.layers import Attend
-from speculative.sampling.draft_probs import Dense, PointMass, SubVocabulary, columns_of
+from speculative.sampling.draft_probs import Drawn, PointMass, columns_of
 from speculative.scheduling.draft_length import ExpectedRates
 from speculative.state.batch import AttentionRows, Batch, Entry, Int64s, StepInput
 from speculative.state.kv_cache import BlockPool, KVCache, KVShape
@@ -220,7 +220,7 @@ class ModelDrafter(Drafter):
         per_entry = [next(by_entry) if entry.by_drafter else entry.repeated for entry in batch.entries]
         repeated = frozenset(index for index, entry in enumerate(batch.entries) if entry.repeated)
         ids = self.model.ids
-        draft_probs = Dense(drafts.q) if ids is None else SubVocabulary(drafts.q, ids, drafts.columns)
+        draft_probs = Drawn(drafts.q, ids, None if ids is None else drafts.columns)
         return DraftOutput.pack(per_entry, draft_probs, repeated)
 
     def begin_round(self, batch: Batch) -> tuple[list[Entry], Tensor]:

@@ -40,75 +40,53 @@ class Candidates(PointMass):
 
 
 @dataclass(frozen=True, slots=True)
-class Dense:
-    """Sampled drafts.
-
-    probs: [D, V] float32, row d is what packed draft d was sampled from.
-    """
-
-    probs: Tensor
-
-    def __post_init__(self) -> None:
-        _require_float32(self.probs)
-
-    def of_drafts(self, drafts: Tensor, packed: Tensor) -> Tensor:
-        """q of each row's draft, [R] float32; 0 in bonus rows (draft -1). packed: [R] which draft a row judges."""
-        return torch.where(drafts >= 0, self.probs[_within(packed, self.probs), drafts.clamp(min=0)], 0.0)
-
-    def mass_before(self, drafts: Tensor, packed: Tensor) -> Tensor:
-        """[R] float64: the mass of q before each row's draft, in the order it is sampled in; anything in bonus rows."""
-        return mass_before(self.probs, _within(packed, self.probs), drafts.clamp(min=0))
-
-    def of_tokens(self, tokens: Tensor, drafts: Tensor, packed: Tensor, vocab_size: int) -> Tensor:
-        """q of any tokens [R], as many float32; 0 in bonus rows."""
-        del vocab_size
-        return torch.where(drafts >= 0, self.probs[_within(packed, self.probs), tokens], 0.0)
-
-    def at(self, drafts: Tensor, packed: Tensor, vocab_size: int) -> Tensor:
-        """q over the vocabulary, [R, V] float32; a zero row in bonus rows."""
-        return torch.where(drafts[:, None] >= 0, self.probs[_within(packed, self.probs)], 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class SubVocabulary:
-    """Drafts that were sampled from a part of the vocabulary: q is 0 everywhere else.
+class Drawn:
+    """Drafts that were drawn, from the whole vocabulary or from a part of it: then q is 0 everywhere else.
 
     probs: [D, W] float32, row d is what packed draft d was sampled from.
-    ids: [W] int64, the tokens its columns stand for.
-    columns: [D] int64, the column of each draft.
+    ids: [W] int64, the tokens its columns stand for; None = each for the token of its number.
+    columns: [D] int64, the column of each draft; None where it is the draft.
     """
 
     probs: Tensor
-    ids: Tensor
-    columns: Tensor
+    ids: Tensor | None = None
+    columns: Tensor | None = None
 
     def __post_init__(self) -> None:
-        _require_float32(self.probs)
+        if torch.finfo(self.probs.dtype).bits < 32:
+            raise TypeError(f"q must be float32, the precision it is drawn and compared in; got {self.probs.dtype}.")
 
     def of_drafts(self, drafts: Tensor, packed: Tensor) -> Tensor:
         """q of each row's draft, [R] float32; 0 in bonus rows (draft -1). packed: [R] which draft a row judges."""
-        own = self.probs.gather(1, self.columns[:, None])[:, 0]
-        return torch.where(drafts >= 0, own[_within(packed, self.probs)], 0.0)
+        return torch.where(drafts >= 0, self.probs[self._within(packed), self._columns(drafts, packed)], 0.0)
 
     def mass_before(self, drafts: Tensor, packed: Tensor) -> Tensor:
         """[R] float64: the mass of q before each row's draft, in the order it is sampled in; anything in bonus rows."""
-        del drafts
-        return mass_before(self.probs, _within(packed, self.probs), self.columns[_within(packed, self.probs)])
+        return mass_before(self.probs, self._within(packed), self._columns(drafts, packed))
 
     def of_tokens(self, tokens: Tensor, drafts: Tensor, packed: Tensor, vocab_size: int) -> Tensor:
         """q of any tokens [R], as many float32; 0 in bonus rows and outside the part."""
-        columns = columns_of(self.ids, vocab_size)[tokens]
-        values = self.probs[_within(packed, self.probs), columns.clamp(min=0)]
+        columns = tokens if self.ids is None else columns_of(self.ids, vocab_size)[tokens]
+        values = self.probs[self._within(packed), columns.clamp(min=0)]
         return torch.where((drafts >= 0) & (columns >= 0), values, 0.0)
 
     def at(self, drafts: Tensor, packed: Tensor, vocab_size: int) -> Tensor:
         """q over the vocabulary, [R, V] float32; a zero row in bonus rows."""
-        rows = self.probs.new_zeros((drafts.shape[0], vocab_size))
-        rows[:, self.ids] = torch.where(drafts[:, None] >= 0, self.probs[_within(packed, self.probs)], 0.0)
-        return rows
+        rows = torch.where(drafts[:, None] >= 0, self.probs[self._within(packed)], 0.0)
+        if self.ids is None:
+            return rows
+        return rows.new_zeros((len(rows), vocab_size)).index_copy_(1, self.ids, rows)
+
+    def _columns(self, drafts: Tensor, packed: Tensor) -> Tensor:
+        """[R] of each row's draft; any in bonus rows."""
+        return drafts.clamp(min=0) if self.columns is None else self.columns[self._within(packed)]
+
+    def _within(self, packed: Tensor) -> Tensor:
+        """Bonus rows judge no draft; wherever they point, it must be a row."""
+        return packed.clamp(max=self.probs.shape[0] - 1)
 
 
-DraftProbs = PointMass | Dense | SubVocabulary
+DraftProbs = PointMass | Drawn
 
 
 def mass_before(probs: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -134,14 +112,4 @@ def num_rows(draft_probs: object) -> int | None:
     what is no distribution."""
     if isinstance(draft_probs, PointMass):
         return None
-    return draft_probs.probs.shape[0] if isinstance(draft_probs, Dense | SubVocabulary) else -1
-
-
-def _require_float32(probs: Tensor) -> None:
-    if torch.finfo(probs.dtype).bits < 32:
-        raise TypeError(f"q must be float32, the precision it is drawn and compared in; got {probs.dtype}.")
-
-
-def _within(packed: Tensor, probs: Tensor) -> Tensor:
-    """Bonus rows judge no draft; wherever they point, it must be a row."""
-    return packed.clamp(max=probs.shape[0] - 1)
+    return draft_probs.probs.shape[0] if isinstance(draft_probs, Drawn) else -1

@@ -10,7 +10,7 @@ their p is one-hot.
 import torch
 from torch import Tensor
 
-from speculative.sampling.draft_probs import PointMass, SubVocabulary
+from speculative.sampling.draft_probs import PointMass
 from speculative.sampling.verification import VerifyInput, VerifyOutput, draw_last
 
 
@@ -33,5 +33,5 @@ def overlap(step: VerifyInput, p: Tensor) -> Tensor:
     if isinstance(step.draft_probs, PointMass):
         return p
     draft_probs = step.draft_probs.probs[step.packed.clamp(max=step.draft_probs.probs.shape[0] - 1)].to(p.dtype)
-    probs = step.probs[:, step.draft_probs.ids] if isinstance(step.draft_probs, SubVocabulary) else step.probs
+    probs = step.probs if step.draft_probs.ids is None else step.probs[:, step.draft_probs.ids]
     return torch.where(step.judged, torch.minimum(probs, draft_probs).sum(dim=-1), 0.0)

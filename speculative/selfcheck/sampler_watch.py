@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.sampling.draft_probs import Dense, DraftProbs, PointMass
+from speculative.sampling.draft_probs import DraftProbs, Drawn, PointMass
 from speculative.sampling.verification import VerifyInput, VerifyOutput
 from speculative.sampling.verify_rows import VerifyRows
 from speculative.selfcheck.monitor import SelfCheck
@@ -174,7 +174,7 @@ class SamplerWatch:
         greedy, drawn = _where(of_greedy, device), _where(~of_greedy, device)
         scores = logits[greedy]  # copies: vLLM may write over its tensors
         probs = logits[drawn].softmax(dim=-1, dtype=torch.float32)
-        q = PointMass() if draft_probs is None else Dense(draft_probs[drawn].float())
+        q = PointMass() if draft_probs is None else Drawn(draft_probs[drawn].float())
         emitted = rejection_sample()
         tokens = emitted.long()
         tokens = torch.where(tokens < logits.shape[1], tokens, -1)  # what is no token is thrown away by vLLM too

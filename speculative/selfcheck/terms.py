@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from speculative.sampling.draft_probs import Candidates, Dense, PointMass, SubVocabulary
+from speculative.sampling.draft_probs import Candidates, Drawn, PointMass
 from speculative.sampling.token_wise import overlap
 from speculative.sampling.verification import VerifyInput, VerifyOutput, residual
 from speculative.selfcheck.eprocess import ROUNDING, STAKES
@@ -154,7 +154,7 @@ def _of_distributions(step: VerifyInput, facts: _Facts, *, chosen_twice: bool) -
     """The terms that hold for every verifier, and where. `chosen_twice`: c of deterministic drafts is reported as a
     already."""
     found = {"d": (_minus(facts.p_emitted, facts.square_p), facts.reached & _is_open(facts.square_p))}
-    drawn = isinstance(step.draft_probs, Dense | SubVocabulary)
+    drawn = isinstance(step.draft_probs, Drawn)
     judged = step.judged & _is_undecided(facts.overlap)
     if drawn or not (chosen_twice or isinstance(step.draft_probs, Candidates)):
         ratio = facts.q_emitted / facts.p_emitted.clamp(min=torch.finfo(facts.p_emitted.dtype).tiny)

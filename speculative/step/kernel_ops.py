@@ -5,7 +5,7 @@ from torch import Tensor
 
 from speculative.kernels.bindings import Kernels, TermStruct, VerifyStruct
 from speculative.kernels.chosen import ChosenKernels
-from speculative.sampling.draft_probs import PointMass, SubVocabulary, columns_of
+from speculative.sampling.draft_probs import PointMass, columns_of
 from speculative.sampling.probs import SamplingRows
 from speculative.sampling.verification import VerifyInput, VerifyOutput
 from speculative.selfcheck.eprocess import ROUNDING, STAKES
@@ -55,7 +55,7 @@ class KernelOps(VocabularyOps):
         self, step: VerifyInput, verified: VerifyOutput, *, places: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         q, column_of = step.draft_probs, None
-        if isinstance(q, SubVocabulary):
+        if not isinstance(q, PointMass) and q.ids is not None:
             column_of = columns_of(q.ids, step.probs.shape[1])
         decided = (verified.num_accepted, verified.token_ids, column_of)
         return self._kernels.round_probs(_struct(step), *decided, places=places)
@@ -85,13 +85,12 @@ def _struct(step: VerifyInput) -> VerifyStruct:
     made: VerifyStruct | None = step.prepared.get(VerifyStruct)
     if made is not None:
         return made
-    draft_probs = None if isinstance(step.draft_probs, PointMass) else step.draft_probs
-    part = draft_probs if isinstance(draft_probs, SubVocabulary) else None
+    q = None if isinstance(step.draft_probs, PointMass) else step.draft_probs
     tensors = {
         "p": step.probs,
-        "q": None if draft_probs is None else draft_probs.probs.float(),
-        "ids": None if part is None else part.ids,
-        "columns": None if part is None else part.columns,
+        "q": None if q is None else q.probs.float(),
+        "ids": None if q is None else q.ids,
+        "columns": None if q is None else q.columns,
         "drafts": step.drafts,
         "packed": step.packed,
         "entries": step.entries,
@@ -102,7 +101,7 @@ def _struct(step: VerifyInput) -> VerifyStruct:
         num_rows=len(step.drafts),
         num_entries=len(step.first_rows),
         size=step.probs.shape[1],
-        width=0 if draft_probs is None else draft_probs.probs.shape[1],
+        width=0 if q is None else q.probs.shape[1],
         **{name: tensor.data_ptr() for name, tensor in kept.items()},
     )
     struct.kept = kept  # as long as it points there

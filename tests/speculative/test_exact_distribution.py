@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculative.sampling.draft_probs import Dense, PointMass
+from speculative.sampling.draft_probs import Drawn, PointMass
 from speculative.sampling.token_wise import verify_token_wise
 from speculative.sampling.verification import Verifier, VerifyInput, VerifyOutput
 from speculative.step.vocabulary_ops import VocabularyOps
@@ -68,7 +68,7 @@ def step_for(distributions: Distributions, paths: list[tuple[int, ...]], *, dete
     probs = torch.stack([distributions.p[path[:i]] for path in paths for i in range(rows)])
     drafts = torch.tensor([[*path, -1] for path in paths]).reshape(-1)
     q = torch.stack([distributions.q[path[:i]] for path in paths for i in range(rows - 1)])
-    return verify_input(probs, drafts, PointMass() if deterministic else Dense(q))
+    return verify_input(probs, drafts, PointMass() if deterministic else Drawn(q))
 
 
 def threshold(happens: Callable[[Tensor], Tensor], count: int) -> Tensor:
@@ -187,8 +187,8 @@ def accept_too_often(step: VerifyInput) -> VerifyOutput:
 
 
 def q_of_another_row(step: VerifyInput) -> VerifyOutput:
-    assert isinstance(step.draft_probs, Dense)
-    return verify_token_wise(replace(step, draft_probs=Dense(step.draft_probs.probs.roll(1, 0))))
+    assert isinstance(step.draft_probs, Drawn)
+    return verify_token_wise(replace(step, draft_probs=Drawn(step.draft_probs.probs.roll(1, 0))))
 
 
 @pytest.mark.parametrize("faulty", [accept_too_often, q_of_another_row])

@@ -17,7 +17,7 @@ from speculative.drafting.base import Drafter, DraftOutput
 from speculative.drafting.head_drafters import Eagle3DraftModel
 from speculative.drafting.weights import Weights
 from speculative.engine import EngineCore
-from speculative.sampling.draft_probs import Dense, PointMass
+from speculative.sampling.draft_probs import Drawn, PointMass
 from speculative.state.batch import Batch, Int64s
 from tests.support.engines import markov_decoder, settings
 from tests.support.markov_chain import sample, worst_window
@@ -73,9 +73,9 @@ class RepeatingDrafter(VaryingDrafter):
         mine, theirs = sampled.per_entry(), chosen.per_entry()
         drafts = [theirs[index] if index in repeated else own for index, own in enumerate(mine)]
         owners = np.repeat(np.arange(len(mine)), sampled.counts)
-        assert isinstance(sampled.draft_probs, Dense)
+        assert isinstance(sampled.draft_probs, Drawn)
         q = sampled.draft_probs.probs[torch.from_numpy(~np.isin(owners, list(repeated)))]
-        return DraftOutput.pack(drafts, Dense(q), frozenset(repeated))
+        return DraftOutput.pack(drafts, Drawn(q), frozenset(repeated))
 
 
 DRAFTERS: dict[str, Callable[[Tensor], object]] = {

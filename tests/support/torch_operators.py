@@ -23,7 +23,7 @@ from speculative.model.attention import prepare_by
 from speculative.model.config import PLAIN, ScoreRule
 from speculative.model.layers import LayerOps
 from speculative.sampling.coupled import NoiseRows, accept_choice
-from speculative.sampling.draft_probs import Dense, DraftProbs, PointMass, SubVocabulary, mass_before
+from speculative.sampling.draft_probs import DraftProbs, Drawn, PointMass, mass_before
 from speculative.sampling.logprobs import gather_logprobs, mode_matrix
 from speculative.sampling.verification import VerifyInput, VerifyOutput
 from speculative.selfcheck.invariants import outside_filters
@@ -243,9 +243,7 @@ def draft_probs_of(sampled: SampledFrom | None) -> DraftProbs:
     if sampled is None:
         return PointMass()
     probs = sampled.probs[sampled.places]
-    return (
-        Dense(probs) if sampled.ids is None else SubVocabulary(probs, sampled.ids, sampled.own_columns[sampled.places])
-    )
+    return Drawn(probs) if sampled.ids is None else Drawn(probs, sampled.ids, sampled.own_columns[sampled.places])
 
 
 def _merge(chosen: Tensor, theirs: VerifyOutput, others: VerifyOutput) -> VerifyOutput:

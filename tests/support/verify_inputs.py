@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from speculative.sampling.draft_probs import Dense, DraftProbs, PointMass
+from speculative.sampling.draft_probs import DraftProbs, Drawn, PointMass
 from speculative.sampling.probs import draw
 from speculative.sampling.verification import VerifyInput
 
@@ -39,6 +39,6 @@ def rounds_of_one_draft(p: Tensor, q: Tensor, noise: torch.Generator, *, determi
     return verify_input(
         p.repeat_interleave(2, 0),
         torch.where(torch.arange(2 * num_rounds) % 2 == 0, drafts.repeat_interleave(2), -1),
-        PointMass() if deterministic else Dense(q),
+        PointMass() if deterministic else Drawn(q),
         *torch.rand((2, 2 * num_rounds), generator=noise, dtype=torch.float64),
     )

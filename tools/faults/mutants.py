@@ -24,7 +24,7 @@ from speculative.drafting.base import DraftOutput
 from speculative.engine import EngineCore
 from speculative.kernels.bindings import Kernels
 from speculative.request import FinishReason, Request, SamplingParams, Structure, TokenDelta, TokenLogprobs
-from speculative.sampling.draft_probs import Dense, PointMass
+from speculative.sampling.draft_probs import Drawn, PointMass
 from speculative.sampling.probs import draw
 from speculative.sampling.rng import Purpose, uniforms
 from speculative.sampling.token_wise import verify_token_wise
@@ -130,8 +130,8 @@ def _change_distribution(engine: EngineCore, change: Callable[[Tensor], Tensor])
 
     def changed(draft: DraftOutput) -> DraftOutput:
         return (
-            replace(draft, draft_probs=Dense(change(draft.draft_probs.probs)))
-            if isinstance(draft.draft_probs, Dense)
+            replace(draft, draft_probs=Drawn(change(draft.draft_probs.probs)))
+            if isinstance(draft.draft_probs, Drawn)
             else draft
         )
 
@@ -370,7 +370,7 @@ def _q_of_an_earlier_step(engine: EngineCore) -> None:
     def change(draft: DraftOutput) -> DraftOutput:
         before = buffer[-1] if buffer else draft
         buffer[:] = [draft]
-        if not isinstance(draft.draft_probs, Dense) or not isinstance(before.draft_probs, Dense):
+        if not isinstance(draft.draft_probs, Drawn) or not isinstance(before.draft_probs, Drawn):
             return draft
         offsets = np.concatenate([np.arange(count) for count in draft.counts.tolist()])
         rows = min(len(draft.draft_probs.probs), len(before.draft_probs.probs))
@@ -381,7 +381,7 @@ def _q_of_an_earlier_step(engine: EngineCore) -> None:
                 draft.draft_probs.probs[rows:],
             ]
         )
-        return replace(draft, draft_probs=Dense(probs))
+        return replace(draft, draft_probs=Drawn(probs))
 
     _change_draft(engine, change)
 
@@ -434,13 +434,13 @@ def _trimmed_drafts(engine: EngineCore) -> None:
     """A drafter that gives up where it happened to draw something unlikely."""
 
     def change(draft: DraftOutput) -> DraftOutput:
-        assert isinstance(draft.draft_probs, Dense)
+        assert isinstance(draft.draft_probs, Drawn)
         likely = draft.draft_probs.probs.gather(1, torch.from_numpy(draft.token_ids)[:, None])[:, 0].numpy() > 0.02
         ends = np.split(likely, np.cumsum(draft.counts)[:-1])
         kept = [int(np.argmin(np.append(run, False))) for run in ends]
         rows = np.concatenate([np.arange(len(run)) < count for run, count in zip(ends, kept, strict=True)])
         chosen = torch.from_numpy(rows)
-        return DraftOutput(np.array(kept, np.int64), draft.token_ids[rows], Dense(draft.draft_probs.probs[chosen]))
+        return DraftOutput(np.array(kept, np.int64), draft.token_ids[rows], Drawn(draft.draft_probs.probs[chosen]))
 
     _change_draft(engine, change)
 

@@ -23,7 +23,7 @@ from speculative.model.attention import prepare_by
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 from speculative.model.rotary import Rope
-from speculative.sampling.draft_probs import Dense, PointMass
+from speculative.sampling.draft_probs import Drawn, PointMass
 from speculative.sampling.rng import Purpose, uniforms
 from speculative.state.batch import Batch, Int64s, StepInput
 from speculative.state.sequence import Sequence
@@ -82,7 +82,7 @@ class TableDrafter(Drafter):
         chains = np.stack(path, axis=1)  # the pending token, then the drafts
         drafts = [chain[1 : count + 1].tolist() for chain, count in zip(chains, counts.tolist(), strict=True)]
         before = np.concatenate([chain[:count] for chain, count in zip(chains, counts.tolist(), strict=True)])
-        return DraftOutput.pack(drafts, Dense(self.q[torch.from_numpy(before)]))
+        return DraftOutput.pack(drafts, Drawn(self.q[torch.from_numpy(before)]))
 
     def logits_again(self, sequence: Sequence, places: Tokens[tuple[int, int]]) -> Tensor | None:
         """The rows of q; None where parameters that q does not follow would change them."""

@@ -13,7 +13,7 @@ from speculative.drafting.neural_drafter import MadeDrafts, ModelDrafter
 from speculative.engine import EngineCore
 from speculative.kernels.library import cpu_kernels
 from speculative.request import Request, SamplingParams
-from speculative.sampling.draft_probs import SubVocabulary
+from speculative.sampling.draft_probs import Drawn
 from speculative.state.batch import Batch, Entry
 from tests.support.engines import Answer, answer_all, texts, tiny_engine
 from tests.support.tiny_heads import write_tiny_head
@@ -55,7 +55,7 @@ class Recorder:
     def propose(self, batch: Batch) -> DraftOutput:
         out = self._propose(batch)
         if len(out.token_ids):
-            assert isinstance(out.draft_probs, SubVocabulary)
+            assert isinstance(out.draft_probs, Drawn)
             self.proposed.append((out.counts.tolist(), out.token_ids.tolist(), out.draft_probs.probs.clone()))
         return out
 

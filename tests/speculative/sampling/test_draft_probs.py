@@ -8,7 +8,7 @@ import torch
 
 from speculative.drafting.draft_sampler import DraftSampler
 from speculative.request import Request, SamplingParams
-from speculative.sampling.draft_probs import Dense, SubVocabulary
+from speculative.sampling.draft_probs import Drawn
 from speculative.sampling.verify_rows import VerifyRows
 from speculative.state.sequence import Sequence
 from speculative.step.vocabulary_ops import VocabularyOps
@@ -55,7 +55,7 @@ def test_a_part_of_the_vocabulary_reads_like_the_whole() -> None:
     columns = torch.tensor([3, 0, 1, 2, 0])
     dense = torch.zeros(5, VOCABULARY)
     dense[:, IDS] = probs
-    part, whole = SubVocabulary(probs, IDS, columns), Dense(dense)
+    part, whole = Drawn(probs, IDS, columns), Drawn(dense)
     # Two entries with 3 and 2 drafts; the last row of each judges none.
     drafts = torch.tensor([*IDS[columns[:3]].tolist(), -1, *IDS[columns[3:]].tolist(), -1])
     packed = torch.tensor([0, 1, 2, 3, 3, 4, 5])
@@ -69,8 +69,8 @@ def test_a_step_in_which_nobody_drafted_has_no_mass() -> None:
     layout = np.array([0, 1]), np.array([0, 0])
     rows = VerifyRows.build(layout, np.array([0, 0]), [1, 2], [3, 4], np.array([-1, -1]))
     for distribution in (
-        SubVocabulary(nothing, IDS, torch.empty(0, dtype=torch.int64)),
-        Dense(torch.empty((0, VOCABULARY))),
+        Drawn(nothing, IDS, torch.empty(0, dtype=torch.int64)),
+        Drawn(torch.empty((0, VOCABULARY))),
     ):
         step = rows.input(torch.full((2, VOCABULARY), 1 / VOCABULARY), distribution)
         assert (step.q_of_drafts() == 0).all()
@@ -81,6 +81,6 @@ def test_a_step_in_which_nobody_drafted_has_no_mass() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_q_of_half_precision_is_refused(dtype: torch.dtype) -> None:
     with pytest.raises(TypeError, match="float32"):
-        Dense(torch.rand(2, 4).to(dtype))
+        Drawn(torch.rand(2, 4).to(dtype))
     with pytest.raises(TypeError, match="float32"):
-        SubVocabulary(torch.rand(2, 4).to(dtype), IDS, torch.tensor([0, 1]))
+        Drawn(torch.rand(2, 4).to(dtype), IDS, torch.tensor([0, 1]))

@@ -12,7 +12,7 @@ from speculative.drafting.base import DraftOutput
 from speculative.engine import EngineCore
 from speculative.errors import EngineFault
 from speculative.request import FinishReason, Request, SamplingParams
-from speculative.sampling.draft_probs import Dense
+from speculative.sampling.draft_probs import Drawn
 from speculative.sampling.probs import SamplingRows
 from speculative.selfcheck.invariants import outside_filters
 from speculative.state.batch import SequenceResult
@@ -52,7 +52,7 @@ def in_first_row(change: Callable[[torch.Tensor, int], torch.Tensor]) -> Break:
     def changed(draft: DraftOutput) -> DraftOutput:
         probs = draft.draft_probs.probs.clone()  # type: ignore[union-attr]
         probs[0] = change(probs[0], int(draft.token_ids[0]))
-        return replace(draft, draft_probs=Dense(probs))
+        return replace(draft, draft_probs=Drawn(probs))
 
     return in_drafts(changed)
 
@@ -89,7 +89,7 @@ FAULTS: dict[str, tuple[Break, str]] = {
     "q without its draft": (in_first_row(without), "q_zero"),
     "q is lost": (in_drafts(lambda draft: replace(draft, draft_probs=None)), "q_missing"),  # type: ignore[arg-type]
     "q of one draft too few": (
-        in_drafts(lambda draft: replace(draft, draft_probs=Dense(draft.draft_probs.probs[1:]))),  # type: ignore[union-attr]
+        in_drafts(lambda draft: replace(draft, draft_probs=Drawn(draft.draft_probs.probs[1:]))),  # type: ignore[union-attr]
         "q_missing",
     ),
     "a token too few": (in_draws(lambda one: one._replace(num_accepted=one.num_accepted + 1)), "conservation"),
@@ -131,7 +131,7 @@ def test_a_verification_is_never_begun_without_q() -> None:
     engine.parts.sampler.verify_uncoupled = lambda step: verified.append(step) or verify(step)  # type: ignore[func-returns-value]
     serve(engine)
     step = next(step for step in verified if (step.drafts >= 0).any())
-    for distribution in (None, Dense(torch.empty(0, 64))):
+    for distribution in (None, Drawn(torch.empty(0, 64))):
         with pytest.raises(EngineFault, match=r"q is missing: \d+ drafts are to be verified"):
             replace(step, draft_probs=distribution)
 

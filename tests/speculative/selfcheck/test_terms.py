@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from speculative.request import Request, SamplingParams
-from speculative.sampling.draft_probs import Dense, DraftProbs, PointMass, SubVocabulary
+from speculative.sampling.draft_probs import DraftProbs, Drawn, PointMass
 from speculative.sampling.verification import VerifyInput, residual
 from speculative.selfcheck.eprocess import ROUNDING, STAKES
 from speculative.selfcheck.monitor import SelfCheck
@@ -31,8 +31,8 @@ def distributions(drafts: list[int]) -> dict[str, DraftProbs]:
     ids = torch.arange(0, V, 2)
     part = q[:, ids] / q[:, ids].sum(-1, keepdim=True)
     return {
-        "dense": Dense(q),
-        "part": SubVocabulary(part, ids, torch.tensor([draft // 2 for draft in drafts])),
+        "dense": Drawn(q),
+        "part": Drawn(part, ids, torch.tensor([draft // 2 for draft in drafts])),
         "deterministic": PointMass(),
     }
 
