@@ -22,7 +22,7 @@ from speculative.drafting.base import Drafter
 from speculative.drafting.weights import Weights
 from speculative.errors import HandoffRefused, InvalidRequest, SequenceTooLong
 from speculative.model.arithmetic import Arithmetic, arithmetic_of
-from speculative.request import Request, Speculation, Structure, TokenDelta
+from speculative.request import Request, Structure, TokenDelta
 from speculative.state.batch import Batch, StepOutcome
 from speculative.state.handoff import Blob, ComputedTokenState, Export, check_manifest, decode_state
 from speculative.state.kv_cache import KVCache
@@ -183,18 +183,6 @@ class EngineCore:
         request.check_scored_ids(self.model.vocab_size)
         if request.adapter:
             raise InvalidRequest("model", f"This engine has no adapters; {request.adapter!r} was asked for.")
-
-    def set_speculation(self, speculation: Speculation) -> None:
-        """Set which requests may draft from the next step on; running requests go on, and keep their distribution."""
-        self.scheduler.speculation = speculation
-
-    def invalidate_cache(self) -> None:
-        """Drop everything that was computed, as if it were damaged; running requests are computed again."""
-        self.scheduler.invalidate_cache()
-
-    def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache: nothing that was computed before is found again. Running requests go on."""
-        self.scheduler.pool.drop_prefixes()
 
     @property
     def arithmetic(self) -> Arithmetic:

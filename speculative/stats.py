@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 LOGPROB_RULES = {
     "count": "not one entry per token, or not the requested candidates",
@@ -169,12 +170,10 @@ class StepStats:
         if num_drafted == 0:
             return
         self.num_drafts += times
-        _grow(self.drafted_per_position, num_drafted)
-        _grow(self.accepted_per_position, num_drafted)
-        for position in range(num_drafted):
-            self.drafted_per_position[position] += times
-        for position in range(num_accepted):
-            self.accepted_per_position[position] += times
+        for counts, number in ((self.drafted_per_position, num_drafted), (self.accepted_per_position, num_accepted)):
+            counts.extend([0] * (num_drafted - len(counts)))
+            for position in range(number):
+                counts[position] += times
 
     def count_violation(self, kind: str, number: int = 1) -> None:
         """Count a broken invariant."""
@@ -191,12 +190,9 @@ class StepStats:
         for name in self.__slots__:
             mine, theirs = getattr(self, name), getattr(other, name)
             if isinstance(mine, list):
-                _grow(mine, len(theirs))
-                for position, count in enumerate(theirs):
-                    mine[position] += count
+                mine[:] = [sum(counts) for counts in zip_longest(mine, theirs, fillvalue=0)]
             elif isinstance(mine, dict):
-                for kind, count in theirs.items():
-                    mine[kind] = mine[kind] + count if kind in mine else count
+                mine |= {kind: mine[kind] + count if kind in mine else count for kind, count in theirs.items()}
             else:
                 setattr(self, name, mine + theirs)
 
@@ -218,7 +214,3 @@ class EngineUsage:
     def kv_usage(self) -> float:
         """Share of the KV blocks that sequences hold, 0 to 1."""
         return 1 - self.num_free_blocks / self.num_blocks
-
-
-def _grow(counts: list[int], length: int) -> None:
-    counts.extend([0] * (length - len(counts)))

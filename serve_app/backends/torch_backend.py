@@ -192,20 +192,20 @@ class TorchBackend:
 
     def set_speculation(self, speculation: Speculation) -> None:
         """Set who may draft from the next step on."""
-        self._commands.put(lambda engine: engine.set_speculation(speculation))
+        self._commands.put(lambda engine: setattr(engine.scheduler, "speculation", speculation))
 
     def invalidate_cache(self) -> None:
         """Recompute everything, and restart the self-checks."""
 
         def reset(engine: EngineCore) -> None:
-            engine.invalidate_cache()
+            engine.scheduler.invalidate_cache()
             engine.self_check.restart()
 
         self._commands.put(reset)
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache."""
-        self._commands.put(EngineCore.reset_prefix_cache)
+        self._commands.put(lambda engine: engine.scheduler.pool.drop_prefixes())
 
     async def load_weights(self, source: str, drafter: str | None = None) -> str:
         """Load new weights alongside those being served, on a separate thread, and compare them with what was sent."""

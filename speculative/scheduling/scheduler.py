@@ -59,7 +59,7 @@ class Scheduler:
         self._rows = config.drafter.rows_of_drafts
         self.drafter_reads_features = False  # set by `Assembly`, which makes drafters after this
         self.bring_in: Callable[[Sequence], None] = lambda _: None  # a handoff, into its blocks
-        self.speculation = Speculation.ON
+        self.speculation = Speculation.ON  # which requests may draft, from the next step on
         self.weight_version = DEFAULT_VERSION
         self._canaries_turn = False
         self._live: dict[str, Sequence] = {}  # everything below, by request id

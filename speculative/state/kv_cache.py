@@ -104,7 +104,7 @@ class BlockPool:
         return block in self._marked
 
     def drop_prefixes(self) -> None:
-        """Forget every cached prefix; held blocks stay held."""
+        """Forget every cached prefix: nothing that was computed before is found again. Held blocks stay held."""
         self._hash_of.clear()
         self._block_of.clear()
 

@@ -144,9 +144,9 @@ def test_an_emptied_prefix_cache_is_filled_again(tiny_folder: Path) -> None:
         engine.add(request)
     begun: dict[str, Answer] = defaultdict(Answer)
     take(begun, engine.step())
-    engine.reset_prefix_cache()  # while requests run, which go on
+    engine.scheduler.pool.drop_prefixes()  # while requests run, which go on
     assert texts(run(engine, begun)) == texts(fresh)
-    engine.reset_prefix_cache()
+    engine.scheduler.pool.drop_prefixes()
     again = answer_all(engine, requests())
     assert again["plain"].num_cached_tokens == 0
     assert answer_all(engine, requests())["plain"].num_cached_tokens > 0

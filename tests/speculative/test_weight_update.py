@@ -222,7 +222,7 @@ def test_self_checks_go_on_through_updates_and_so_does_the_breakers_word() -> No
             engine.add(next(requests))
             engine.step()
         found = found or sum(engine.stats.alarms.values())
-        engine.set_speculation(Speculation.OFF if found else Speculation.ON)
+        engine.scheduler.speculation = Speculation.OFF if found else Speculation.ON
         engine.switch(Weights(runner.decoder, "", None), f"v{num_emitted}")
         engine.parts.eager.runner = runner
     assert found
