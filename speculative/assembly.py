@@ -29,7 +29,7 @@ from speculative.model.attention import prepare_by
 from speculative.model.new_weights import overwrite
 from speculative.request import Request, Structure
 from speculative.sampling.logprob_checks import LogprobContract
-from speculative.scheduling.draft_length import make_draft_length
+from speculative.scheduling.draft_length import DraftLength, DynamicLength
 from speculative.scheduling.scheduler import Scheduler
 from speculative.selfcheck.monitor import SelfCheck
 from speculative.state.handoff import Manifest
@@ -68,7 +68,9 @@ class Assembly:
         self.stats = StepStats()
         self.make_constraint = make_constraint or _no_structure
         contract = LogprobContract(config.logprobs_mode, model.vocab_size)
-        length = make_draft_length(config.drafter, self.stats)
+        drafter, length = config.drafter, DraftLength()
+        if drafter.length == "dynamic":
+            length = DynamicLength(drafter.num_draft_tokens, drafter.suffix_first, drafter.rows_of_drafts, self.stats)
         self.scheduler = Scheduler(config, self.max_model_len, model.eos_token_ids, self.stats, contract, length)
         self.self_check = SelfCheck(config.self_check_sample_rate)
         self._prepare = prepare_by(decoder.kernels.model)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ class TorchBackend:
         self._engine: EngineCore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="truespec-engine", daemon=True)
-        self._ready: asyncio.Future[ModelInfo] | None = None
+        self._ready = Future[ModelInfo]()
         self._stats = StepStats()
         self._stats_lock = threading.Lock()
         self._fault: Exception | None = None
@@ -127,9 +128,9 @@ class TorchBackend:
     async def start(self) -> ModelInfo:
         """Load the model, run a few tokens, and wait for requests."""
         self._loop = asyncio.get_running_loop()
-        self._ready = self._loop.create_future()
+        self._ready.set_running_or_notify_cancel()  # the thread settles it, whoever still waits
         self._thread.start()
-        return await self._ready
+        return await asyncio.wrap_future(self._ready)
 
     async def stop(self) -> None:
         """Stop the engine thread; running requests end with an error."""
@@ -391,12 +392,12 @@ class TorchBackend:
         except Exception as error:
             if not isinstance(error, ConfigError):  # which says all that is needed
                 _logger.exception("The engine could not start.")
-            self._call(self._settle_start, error)
+            self._ready.set_exception(error)
             return
         self._engine = engine
         self._folder = folder
         self._form = _Form.of(folder, engine)
-        self._call(self._settle_start, self._info(engine))
+        self._ready.set_result(self._info(engine))
         self._serve(engine)
 
     def _info(self, engine: EngineCore) -> ModelInfo:
@@ -436,15 +437,6 @@ class TorchBackend:
         form = self._form.weights
         weights = form if is_rounded(form) else "plain"
         return Numerics("truespec", precision_of(self._config.dtype, form), weights, self._repeats)
-
-    def _settle_start(self, result: ModelInfo | Exception) -> None:
-        assert self._ready is not None
-        if self._ready.cancelled():
-            return
-        if isinstance(result, Exception):
-            self._ready.set_exception(result)
-        else:
-            self._ready.set_result(result)
 
     def _serve(self, engine: EngineCore) -> None:
         try:

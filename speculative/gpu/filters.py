@@ -55,8 +55,8 @@ class SamplingArrays:
 
 
 def sampling_rows(inputs: Mapping[str, Tensor]) -> SamplingRows:
-    """Temperature and filters of every row."""
+    """Temperature and filters of every row, which only the device knows when code is captured."""
     log_min_p = inputs["log_min_p"]
     rows = torch.arange(len(log_min_p), device=log_min_p.device)
     filters = Filters(rows, log_min_p.exp(), log_min_p, inputs["top_k"], inputs["top_p"])
-    return SamplingRows.on_device(inputs["temperature"], inputs["greedy"], filters)
+    return SamplingRows(inputs["temperature"], inputs["greedy"], any_greedy=True, filters=filters)

@@ -131,7 +131,7 @@ def _set_ways(kernels: Kernels, library: Path) -> None:
         return
     ways = measured_ways(kernels)
     _log.info("Weights are prefetched in the ways that were fastest on this machine: %s.", describe_ways(ways))
-    _keep_choice(kept, ways)
+    keep_json(kept, ways)
 
 
 def _set_tiles(kernels: Kernels, library: Path) -> None:
@@ -151,7 +151,7 @@ def _set_tiles(kernels: Kernels, library: Path) -> None:
     _log.info("Products of bfloat16s are computed by %s: %s.", "AMX tiles" if by_tiles else "AVX-512", why)
     attends, why = measured_attention(kernels)
     _log.info("Attention over a cache in bfloat16 is computed by %s: %s.", "AMX tiles" if attends else "AVX-512", why)
-    _keep_choice(kept, (by_tiles, attends))
+    keep_json(kept, (by_tiles, attends))
 
 
 def _kept_choice(library: Path, name: str) -> Path:
@@ -160,11 +160,13 @@ def _kept_choice(library: Path, name: str) -> Path:
     return library.with_name(f"{library.stem}-{model}.{name}.json")
 
 
-def _keep_choice(kept: Path, choice: object) -> None:
-    with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
-        written = Path(scratch) / kept.name
-        written.write_text(json.dumps(choice), encoding="utf-8")
-        os.replace(written, kept)
+def keep_json(path: Path, content: object) -> None:
+    """Write a file beside its place, and then rename it: another process never reads half of it. A folder that cannot
+    be written to is left as it is."""
+    with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        written = Path(scratch) / path.name
+        written.write_text(json.dumps(content), encoding="utf-8")
+        os.replace(written, path)
 
 
 def processor_says(name: str) -> str:

@@ -9,13 +9,15 @@ from torch.nn import functional
 
 from speculative.kernels.chosen import ChosenKernels, choose_kernels
 from speculative.model.attention import StepAttention
-from speculative.model.config import ModelConfig
+from speculative.model.config import ModelConfig, TensorNames
 from speculative.model.cpu.fused import FusedLayers
 from speculative.model.cpu.native import Packed, pack_natively
 from speculative.model.formats import EMBEDDING, LM_HEAD, Format, stacked
 from speculative.model.forms import own_files
 from speculative.model.layers import (
+    MLP,
     Attend,
+    Attention,
     DecoderLayer,
     FusibleLayer,
     Linear,
@@ -159,15 +161,8 @@ class Decoder(FusibleLayer):
             attention, mlp = layer.attention, layer.mlp
             norms = (layer.input_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm)
             weights = [norm.weight for norm in norms if not isinstance(norm, nn.Identity)]
-            query_key_value = attention.sizes if len(names.qkv) == 3 else (sum(attention.sizes),)
-            gate_up = (mlp.size, mlp.size) if len(names.gate_up) == 2 else (2 * mlp.size,)
-            own = {
-                **{f"{name}.weight": weight for name, weight in zip(names.norms, weights, strict=True)},
-                **_linear_slots(attention.qkv_proj, dict(zip(names.qkv, query_key_value, strict=True))),
-                **_linear_slots(attention.o_proj, {names.output: attention.o_proj.weight.shape[0]}),
-                **_linear_slots(mlp.gate_up_proj, dict(zip(names.gate_up, gate_up, strict=True))),
-                **_linear_slots(mlp.down_proj, {names.down: mlp.down_proj.weight.shape[0]}),
-            }
+            of_norms = {f"{name}.weight": weight for name, weight in zip(names.norms, weights, strict=True)}
+            own = of_norms | projection_slots(attention, mlp, names)
             if attention.qk_norm is not None:
                 weight = attention.qk_norm.weight  # where heads have one each, copying broadcasts the checkpoint's row
                 each = 1 if weight.ndim == 2 else attention.head_dim
@@ -177,11 +172,17 @@ class Decoder(FusibleLayer):
         return slots
 
 
-def _linear_slots(linear: Matrix, num_rows: dict[str, int]) -> dict[str, Tensor]:
-    """The projections that share one weight, row block after row block."""
-    names, sizes = list(num_rows), list(num_rows.values())
+def projection_slots(attention: Attention, mlp: MLP, names: TensorNames) -> dict[str, Tensor]:
+    """Return where the tensors of a layer's projections go; those that share one weight, row block after row block."""
+    blocks: tuple[tuple[Matrix, tuple[str, ...], tuple[int, ...]], ...] = (
+        (attention.qkv_proj, names.qkv, attention.sizes if len(names.qkv) == 3 else (sum(attention.sizes),)),
+        (attention.o_proj, (names.output,), (len(attention.o_proj.weight),)),
+        (mlp.gate_up_proj, names.gate_up, (mlp.size, mlp.size) if len(names.gate_up) == 2 else (2 * mlp.size,)),
+        (mlp.down_proj, (names.down,), (len(mlp.down_proj.weight),)),
+    )
     return {
         f"{name}.{part}": rows
+        for linear, own, sizes in blocks
         for part, parameter in linear.named_parameters()
-        for name, rows in zip(names, parameter.split(sizes), strict=True)
+        for name, rows in zip(own, parameter.split(sizes), strict=True)
     }

@@ -22,7 +22,7 @@ from speculative.model.config import ModelConfig
 from speculative.model.config_file import ConfigFile
 from speculative.model.cpu.fused import fill_shape
 from speculative.model.cpu.native import NativeAttention, NativeLinear, NativeMLP, NativeNorm, Packed, pack_natively
-from speculative.model.decoder import Decoder
+from speculative.model.decoder import Decoder, projection_slots
 from speculative.model.end_tokens import read_json
 from speculative.model.head_checkpoint import fill_slots, read_tensors
 from speculative.model.layers import MLP, Attend, Attention, FusibleLayer, Linear, RMSNorm, nan_parameter
@@ -283,7 +283,6 @@ class Eagle3Head(FusibleLayer):
 
     def checkpoint_slots(self) -> dict[str, Tensor]:
         """Return where the tensors of a checkpoint go: name, and the view of a parameter to copy it into."""
-        attention, mlp = self.attention, self.mlp
         slots: dict[str, Tensor] = {
             "fc.weight": self.fc.weight,
             "midlayer.input_layernorm.weight": self.input_norm.weight,
@@ -292,16 +291,8 @@ class Eagle3Head(FusibleLayer):
             "norm.weight": self.norm.weight,
             "lm_head.weight": self.lm_head.weight,
         }
-        blocks = (
-            (attention.qkv_proj, "self_attn", ("q_proj", "k_proj", "v_proj"), attention.sizes),
-            (attention.o_proj, "self_attn", ("o_proj",), (self.config.shape.hidden_size,)),
-            (mlp.gate_up_proj, "mlp", ("gate_proj", "up_proj"), (mlp.size, mlp.size)),
-            (mlp.down_proj, "mlp", ("down_proj",), (self.config.shape.hidden_size,)),
-        )
-        for linear, part, names, sizes in blocks:
-            for kind in ("weight", "bias") if linear.bias is not None else ("weight",):
-                rows = getattr(linear, kind).split(sizes)
-                slots |= {f"midlayer.{part}.{name}.{kind}": row for name, row in zip(names, rows, strict=True)}
+        own = projection_slots(self.attention, self.mlp, self.config.shape.names)
+        slots |= {f"midlayer.{name}": slot for name, slot in own.items()}
         if self.owns_embedding:
             slots[_EMBEDDING] = self.embedding
         return slots

@@ -4,11 +4,10 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from speculative.kernels.library import keep_json
 from speculative.model.config import ModelConfig
 from speculative.model.eagle3 import Eagle3Config
 from speculative.model.forms import own_files
@@ -53,15 +52,5 @@ def model_fingerprint(folder: Path, config: Eagle3Config | None = None, *, weigh
             while chunk := file.read(_CHUNK_BYTES):
                 digest.update(chunk)
     fingerprint = str(digest.hexdigest())
-    with contextlib.suppress(OSError):  # a read-only folder only costs the next start some seconds
-        # Beside it, and then renamed: another replica never reads half a file.
-        descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=CACHE_FILE)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as whole:
-                whole.write(json.dumps({"key": key, "fingerprint": fingerprint}))
-            os.chmod(temporary, 0o644)  # mkstemp makes it readable by its owner only
-            os.replace(temporary, folder / CACHE_FILE)
-        except OSError:
-            os.unlink(temporary)
-            raise
+    keep_json(folder / CACHE_FILE, {"key": key, "fingerprint": fingerprint})  # else the next start takes some seconds
     return fingerprint

@@ -81,11 +81,6 @@ class SamplingRows:
             all_warm=all(value == 1.0 for value in temperature),
         )
 
-    @classmethod
-    def on_device(cls, temperature: Tensor, greedy: Tensor, filters: Filters | None) -> "SamplingRows":
-        """Rows whose parameters only the device knows when the code is captured."""
-        return cls(temperature, greedy, any_greedy=True, all_warm=False, filters=filters)
-
 
 def temperature_of(params: SamplingParams) -> float:
     """The divisor of a request's logits; 1 for a greedy one."""

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from speculative.sampling.draft_probs import PointMass
-from speculative.sampling.verification import VerifyInput, VerifyOutput, draw_last
+from speculative.sampling.probs import draw
+from speculative.sampling.verification import VerifyInput, VerifyOutput, residual
 
 
 def verify_token_wise(step: VerifyInput) -> VerifyOutput:
@@ -20,10 +21,10 @@ def verify_token_wise(step: VerifyInput) -> VerifyOutput:
     # In float64 neither product underflows. A token of p = 0 or q = 0 never survives, whatever the coin.
     survives = (step.accept_uniforms * q.double() < p.double()) & (p > 0) & (q > 0)
     num_accepted = step.leading(survives)
-    final_rows = step.first_rows + num_accepted
+    last = step.first_rows + num_accepted  # the rows that the entries came to
     return VerifyOutput(
         num_accepted=num_accepted,
-        token_ids=draw_last(step, final_rows),
+        token_ids=draw(residual(step.probs[last], step.q_at(last)), step.sample_uniforms[last]),
         expected_accepted=step.sum_reached(overlap(step, p), num_accepted),
     )
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from speculative.errors import EngineFault
 from speculative.kernels.bindings import Kernels
 from speculative.sampling.draft_probs import DraftProbs, PointMass, num_rows
-from speculative.sampling.probs import draw
 
 
 @dataclass(frozen=True)
@@ -130,13 +129,3 @@ def residual(probs: Tensor, draft_probs: Tensor) -> Tensor:
     """
     left = (probs - draft_probs).clamp(min=0)
     return torch.where(left.sum(dim=-1, keepdim=True) > 0, left, probs)
-
-
-def draw_last(step: VerifyInput, rows: Tensor) -> Tensor:
-    """[E] the token after the accepted drafts, from the residual distribution of each entry's row.
-
-    Args:
-        step: what is verified.
-        rows: [E] int64, the row that each entry came to.
-    """
-    return draw(residual(step.probs[rows], step.q_at(rows)), step.sample_uniforms[rows])

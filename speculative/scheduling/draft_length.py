@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import mul
 
-from speculative.config import DrafterConfig
 from speculative.scheduling.acceptance_rates import AcceptanceRates
 from speculative.scheduling.passages import Passages, best_count
 from speculative.scheduling.step_cost import StepCost, Work
@@ -293,10 +292,3 @@ class DynamicLength(DraftLength):
             plain_s = cost.seconds(Work(len(entries), 0, 0, context))
             self._stats.speculated_plain_s += plain_s * num_tokens / len(entries)
         cost.observe(work, step_s)
-
-
-def make_draft_length(config: DrafterConfig, stats: StepStats | None = None) -> DraftLength:
-    """The configured policy."""
-    if config.length != "dynamic":
-        return DraftLength()
-    return DynamicLength(config.num_draft_tokens, config.suffix_first, config.rows_of_drafts, stats)

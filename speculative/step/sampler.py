@@ -105,13 +105,9 @@ class Sampler:
             allowed: what each one's structure allows there; None where it has none.
             logits: [E, V] float32, not written to.
         """
-        adjusted = logits
-        if any(mask is not None for mask in allowed) or any(own.rules is not None for own in sequences):
-            each = zip(sequences, drafts, allowed, strict=True)
-            contexts = [
-                RowContext(own.rules, own.tokens[own.num_prompt :], tuple(said), mask) for own, said, mask in each
-            ]
-            adjusted = adjust(logits, contexts, self.eos_token_ids)
+        each = zip(sequences, drafts, allowed, strict=True)
+        contexts = [RowContext(own.rules, own.tokens[own.num_prompt :], tuple(said), mask) for own, said, mask in each]
+        adjusted = adjust(logits, contexts, self.eos_token_ids)
         rows = self._rows.of([own.params for own in sequences], logits.shape[-1], self._device)
         processed = self.ops.process(adjusted, rows)
         if all(own.params.greedy for own in sequences):

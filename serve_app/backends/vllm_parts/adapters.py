@@ -8,7 +8,6 @@ This module imports no vLLM: settings are also checked where it is not installed
 """
 
 import json
-import struct
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -29,7 +28,6 @@ _NEVER = {  # modules that vLLM adapts, and the consequence
     "embed_tokens": "vLLM's drafters share the embeddings, and look up tokens of all requests at once",
 }
 _EXPERTS = "experts"
-_LENGTH_BYTES = 8  # of a safetensors file's header, at its beginning
 
 Layers = Mapping[str, Collection[tuple[int, ...]]]
 """The modules of a checkpoint and the shapes of their weights; none if it stores these in another form."""
@@ -147,8 +145,10 @@ def _read(name: str, folder: Path, number: int, layers: Layers) -> LoadedAdapter
         config = dict(json.loads((folder / _CONFIG).read_text(encoding="utf-8")))
         rank = max(int(one) for one in (config.get("r", 1), *dict(config.get("rank_pattern") or {}).values()))
         shapes = dict(_shapes(folder / _WEIGHTS))
-    except (OSError, ValueError, TypeError, struct.error) as error:
-        raise ConfigError(f"{field}: {folder} cannot be read: {error}. Save the adapter again.") from error
+    except (ConfigError, OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{field}: {folder} cannot be read: {str(error).rstrip('.')}. Save the adapter again."
+        ) from error
     if config.get("peft_type") != "LORA":
         raise ConfigError(f"{field} is a PEFT adapter of the type {config.get('peft_type')}; only LORA is served.")
     if not shapes:
@@ -210,14 +210,10 @@ def _module(tensor: str) -> str:
 
 def _shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of a safetensors file, from its header."""
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(_LENGTH_BYTES))
-        if length > path.stat().st_size:
-            raise ValueError(f"{path.name} is not a safetensors file")
-        header: dict[str, Any] = json.loads(file.read(length))
-    for name, entry in header.items():
-        if name != "__metadata__":
-            yield name, tuple(entry["shape"])
+    from speculative.model.tensor_files import read_header  # imports torch, which reading a configuration need not
+
+    for name, entry in read_header(path).items():
+        yield name, tuple(entry["shape"])
 
 
 def _fingerprint(folder: Path) -> str:
