@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from speculative.config import EngineConfig
-from speculative.drafting.base import Drafter, NoDrafter
+from speculative.drafting.base import Drafter
 from speculative.drafting.cpu_loop import FusedDraftLoop
 from speculative.drafting.draft_sampler import DraftSampler
 from speculative.drafting.neural_drafter import DraftModel, ModelDrafter
@@ -83,7 +83,7 @@ class Assembly:
         self.sampler = Sampler(config, self.device, model.eos_token_ids, self.ops)
         self.checked_sampler = CheckedSampler(self.sampler, self.self_check)
         self.cache = self._make_cache(model.kv_shape)
-        self._make_steps(NoDrafter() if weights.draft_model else make_weightless(config.drafter))
+        self._make_steps(Drafter() if weights.draft_model else make_weightless(config.drafter))
 
     @classmethod
     def load(cls, folder: Path, config: EngineConfig, make_constraint: ConstraintMaker | None = None) -> "Assembly":
@@ -116,7 +116,7 @@ class Assembly:
             del self.graphs, self.eager, self.executor  # frees the old drafter's cache
             self.weights = weights
             # A drafter without weights goes on with the texts that it has seen.
-            self._make_steps(NoDrafter() if weights.draft_model else drafter)
+            self._make_steps(Drafter() if weights.draft_model else drafter)
 
     def manifest(self) -> Manifest:
         """Return what a handoff has to agree with."""

@@ -215,7 +215,8 @@ class _Ranking(ConsistentHashRouter):
             return await super().choose_replicas(candidate_replicas, pending_request)  # type: ignore[no-any-return]
         pending_request.routing_context.should_backoff = True
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        return [[replicas[name]] for name in self.rank(replicas, pending_request)]
+        placed = pending_request.future.done()  # by another of Serve's routing tasks, meanwhile
+        return [[replicas[name]] for name in (replicas if placed else self.rank(replicas, pending_request))]
 
     async def _fulfill_pending_requests(self) -> None:
         """Extend the base class: requests that came while the last task was ending do not wait for the next one."""
@@ -251,8 +252,6 @@ class PrefillRouter(_Ranking):
         """The replicas, the earliest done first."""
         request = _request(pending)
         prompt, scope = ((), "") if request is None else (request.prompt_token_ids, request.cache_scope)
-        if pending.future.done():  # another of Serve's routing tasks has placed it meanwhile
-            return list(replicas)
         call = self._calls.of(pending)
         self._book.done(call)  # where it was meant to go before
         loads = self._book.loads(replicas, prompt, scope)
@@ -283,8 +282,6 @@ class DecodeRouter(_Ranking):
 
     def rank(self, replicas: Mapping[str, Any], pending: Any) -> list[str]:
         """The replicas, the session's first, then the emptiest."""
-        if pending.future.done():  # another of Serve's routing tasks has placed it meanwhile
-            return list(replicas)
         call = self._calls.of(pending)
         self._running.pop(call, None)  # where it was meant to go before
         here: dict[str, int] = dict.fromkeys(replicas, 0)

@@ -63,7 +63,7 @@ def split_drafts(token_ids: Int64s, counts: Int64s) -> list[list[int]]:
 
 
 class Drafter:
-    """Guesses the next tokens of every sequence of a batch.
+    """Guesses the next tokens of every sequence of a batch; this one none.
 
     Beside `propose`, all here is what a drafter without weights needs: it rebuilds its state from the tokens.
 
@@ -79,7 +79,7 @@ class Drafter:
 
         The tokens of deterministic drafts, and the number of drafts of any kind, may depend on the prefix, on q and on
         the past; never on a token or a random number that was drawn at the position."""
-        raise NotImplementedError
+        return DraftOutput.nothing(len(batch.entries))
 
     def observe(self, batch: Batch, step_input: StepInput, features: Tensor) -> None:
         """Take in the features [N, F] of a step's rows, before anybody knows which of them will stand."""
@@ -109,14 +109,6 @@ class Drafter:
 
     def import_state(self, sequence: Sequence, sections: Mapping[str, Tensor]) -> None:
         """Go on from the sections of a handoff; the sequence has its blocks, and `cache_of` what belongs into them."""
-
-
-class NoDrafter(Drafter):
-    """Plain decoding: nothing is ever drafted."""
-
-    def propose(self, batch: Batch) -> DraftOutput:
-        """No drafts for any entry."""
-        return DraftOutput.nothing(len(batch.entries))
 
 
 def constrain(batch: Batch, draft: DraftOutput) -> tuple[DraftOutput, dict[int, list[Bools]]]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from speculative.config import DrafterConfig
 from speculative.drafters import registered
-from speculative.drafting.base import Drafter, DraftOutput, NoDrafter
+from speculative.drafting.base import Drafter, DraftOutput
 from speculative.errors import ConfigError
 from speculative.lookup import Lookup
 from speculative.sampling.draft_probs import PointMass
@@ -35,7 +35,7 @@ class LookupDrafter(Drafter):
 def make_weightless(config: DrafterConfig) -> Drafter:
     """The drafter that is set, where it has no weights. Raises ConfigError: it has."""
     if config.kind == "none":
-        return NoDrafter()
+        return Drafter()
     kind = registered().get(config.kind)
     if kind is None:
         raise ConfigError(f"drafter.kind {config.kind} needs its model; make the engine with EngineCore.load.")

@@ -149,6 +149,17 @@ def misplaced_fields(library: ctypes.CDLL) -> list[str]:
     ]
 
 
+class _Pointer:
+    """The type of an argument that points at a tensor's numbers, at a struct or an array of them, or at nothing."""
+
+    @staticmethod
+    def from_param(value: Any) -> Any:
+        """Return where it lies, as ctypes asks for it."""
+        if isinstance(value, Tensor):
+            return c_void_p(value.data_ptr())
+        return None if value is None else ctypes.byref(value)
+
+
 class Kernels:
     """The functions of the compiled library. Tensors are float32 on the CPU unless said otherwise."""
 
@@ -156,7 +167,7 @@ class Kernels:
         if misplaced := misplaced_fields(library):
             raise RuntimeError(f"Structs of the kernels differ from their mirrors: {'; '.join(misplaced)}.")
         self.file: str = library._name  # whose name is a hash of source, compiler and processor
-        pointer, number, real = c_void_p, c_int64, c_double
+        pointer, number, real = _Pointer, c_int64, c_double
 
         def bound(name: str, *arguments: Any) -> Any:
             """A function of the library that returns nothing."""
@@ -232,17 +243,14 @@ class Kernels:
     def linear(self, linear: LinearStruct, rows: Tensor, norm: tuple[Tensor, float] | None = None) -> Tensor:
         """rows [N, num_inputs], each of them contiguous -> [N, num_outputs]; normed first if `norm` is given."""
         out = rows.new_empty((rows.shape[0], linear.num_outputs))
-        weight, eps = (None, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
-        self._linear(
-            *(ctypes.addressof(linear), rows.shape[0], rows.data_ptr(), rows.stride(0)),
-            *(weight, eps, out.data_ptr(), torch.get_num_threads()),
-        )
+        weight, eps = norm or (None, 0.0)
+        self._linear(linear, len(rows), rows, rows.stride(0), weight, eps, out, torch.get_num_threads())
         return out
 
     def norm(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The root-mean-square norm of rows [N, size], each of them contiguous."""
         out = rows.new_empty(rows.shape)
-        self._norm(*rows.shape, rows.data_ptr(), rows.stride(0), weight.data_ptr(), eps, out.data_ptr())
+        self._norm(*rows.shape, rows, rows.stride(0), weight, eps, out)
         return out
 
     def attend(
@@ -268,11 +276,8 @@ class Kernels:
             [N, num_heads, head_dim].
         """
         attended = torch.empty(heads[0].shape)
-        places = [place for part in heads for place in (part.data_ptr(), part.stride(0))]
-        self._attend(
-            *(ctypes.addressof(shape), ctypes.addressof(step), cache.data_ptr(), layer),
-            *(*places, *scores, attended.data_ptr(), torch.get_num_threads()),
-        )
+        places = [place for part in heads for place in (part, part.stride(0))]
+        self._attend(shape, step, cache, layer, *places, *scores, attended, torch.get_num_threads())
         return attended
 
     def attention(
@@ -294,20 +299,13 @@ class Kernels:
         """
         shape, step, cache = place
         out = rows.new_empty((rows.shape[0], shape.hidden_size))
-        self._attention(
-            *(ctypes.addressof(layer), index, ctypes.addressof(shape), ctypes.addressof(step), cache.data_ptr()),
-            *(rows.data_ptr(), rows.stride(0), rotary[0].data_ptr(), rotary[1].data_ptr(), out.data_ptr()),
-            torch.get_num_threads(),
-        )
+        self._attention(layer, index, shape, step, cache, rows, rows.stride(0), *rotary, out, torch.get_num_threads())
         return out
 
     def mlp(self, layer: LayerStruct, rows: Tensor) -> Tensor:
         """SwiGLU of one layer: rows [N, hidden_size], each of them contiguous -> [N, hidden_size]."""
         out = rows.new_empty((rows.shape[0], layer.down.num_outputs))
-        self._mlp(
-            *(ctypes.addressof(layer), rows.shape[0], rows.data_ptr(), rows.stride(0), out.data_ptr()),
-            torch.get_num_threads(),
-        )
+        self._mlp(layer, len(rows), rows, rows.stride(0), out, torch.get_num_threads())
         return out
 
     def draft_layer(
@@ -321,12 +319,8 @@ class Kernels:
             hidden: the hidden states that go with the tokens.
             place: shape, step (with positions) and cache of `attend`.
         """
-        shape, step, cache = place
         out = hidden.new_empty(hidden.shape)
-        self._draft_layer(
-            *(ctypes.addressof(head), ctypes.addressof(shape), ctypes.addressof(step), cache.data_ptr()),
-            *(token_ids.data_ptr(), hidden.data_ptr(), hidden.stride(0), out.data_ptr(), torch.get_num_threads()),
-        )
+        self._draft_layer(head, *place, token_ids, hidden, hidden.stride(0), out, torch.get_num_threads())
         return out
 
     def draft_round(
@@ -347,21 +341,17 @@ class Kernels:
             hidden: [E, hidden_size], each row contiguous; the first drafts are drawn from it.
             place: shape and cache of `attend`.
         """
-        shape, cache = place
         tokens, columns = (torch.empty(num_drafts, dtype=torch.int64) for _ in range(2))
         distributions = torch.empty((num_drafts, head.lm_head.num_outputs))
-        self._draft_round(
-            *(ctypes.addressof(head), ctypes.addressof(shape), cache.data_ptr(), ctypes.addressof(draft_round)),
-            *(hidden.data_ptr(), hidden.stride(0), tokens.data_ptr(), columns.data_ptr(), distributions.data_ptr()),
-            torch.get_num_threads(),
-        )
-        return tokens, columns, distributions
+        made = tokens, columns, distributions
+        self._draft_round(head, *place, draft_round, hidden, hidden.stride(0), *made, torch.get_num_threads())
+        return made
 
     def distributions(self, logits: Tensor, greedy: Tensor) -> Tensor:
         """Logits [R, V] -> softmax of each row; where greedy [R] bool, all mass on the likeliest token."""
         logits = logits.contiguous()
         out = torch.empty_like(logits)
-        self._distributions(*logits.shape, logits.data_ptr(), greedy.data_ptr(), out.data_ptr())
+        self._distributions(*logits.shape, logits, greedy, out)
         return out
 
     def filter(self, logits: Tensor, rows: Tensor, log_min_p: Tensor, top_k: Tensor, top_p: Tensor) -> None:
@@ -370,16 +360,12 @@ class Kernels:
         rows [F] int64; the filters of each, log_min_p and top_p [F] float32 and top_k [F] int64, are applied in the
         order min_p, top_k, top_p. -inf, V and 1 drop nothing. A row with a NaN is left unchanged.
         """
-        self._filter(
-            *(rows.shape[0], logits.shape[1], logits.data_ptr(), rows.data_ptr()),
-            *(log_min_p.data_ptr(), top_k.data_ptr(), top_p.data_ptr()),
-        )
+        self._filter(len(rows), logits.shape[1], logits, rows, log_min_p, top_k, top_p)
 
     def draw(self, distributions: Tensor, uniforms: Tensor) -> Tensor:
         """One token [R] int64 of each distribution [R, V], which need not be normalised; uniforms are [R] float64."""
-        distributions, uniforms = distributions.contiguous(), uniforms.contiguous()
-        tokens = torch.empty(distributions.shape[0], dtype=torch.int64)
-        self._draw(*distributions.shape, distributions.data_ptr(), uniforms.data_ptr(), tokens.data_ptr())
+        tokens = torch.empty(len(distributions), dtype=torch.int64)
+        self._draw(*distributions.shape, distributions.contiguous(), uniforms.contiguous(), tokens)
         return tokens
 
     def verify(
@@ -393,18 +379,13 @@ class Kernels:
         """
         counts, tokens = (torch.empty(step.num_entries, dtype=torch.int64) for _ in range(2))
         expected = torch.empty(step.num_entries)
-        accept_uniforms, sample_uniforms = accept_uniforms.contiguous(), sample_uniforms.contiguous()
-        self._verify(
-            *(ctypes.addressof(step), accept_uniforms.data_ptr(), sample_uniforms.data_ptr()),
-            *(counts.data_ptr(), tokens.data_ptr(), expected.data_ptr()),
-        )
+        self._verify(step, accept_uniforms.contiguous(), sample_uniforms.contiguous(), counts, tokens, expected)
         return counts, tokens, expected
 
     def emitted(self, step: VerifyStruct, num_accepted: Tensor, token_ids: Tensor) -> Tensor:
-        """Implement `emitted_at_rows` of verification/base.py: [R] int64."""
+        """Implement `emitted_at_rows` of `DistributionOps`: [R] int64."""
         out = torch.empty(step.num_rows, dtype=torch.int64)
-        kept = [part.contiguous() for part in (num_accepted, token_ids)]
-        self._emitted(ctypes.addressof(step), *(part.data_ptr() for part in kept), out.data_ptr())
+        self._emitted(step, num_accepted.contiguous(), token_ids.contiguous(), out)
         return out
 
     def round_probs(
@@ -413,8 +394,8 @@ class Kernels:
         """Implement `VocabularyOps.round_probs`; column_of: [V] int32, of each token, None where it is the token."""
         of_drafts, of_last = (torch.empty(n, dtype=torch.float64) for n in (step.num_rows, step.num_entries))
         before = torch.empty_like(of_drafts) if places else None
-        kept = [num_accepted.contiguous(), token_ids.contiguous(), column_of, of_drafts, of_last, before]
-        self._round_probs(ctypes.addressof(step), *(None if part is None else part.data_ptr() for part in kept))
+        decided = num_accepted.contiguous(), token_ids.contiguous()
+        self._round_probs(step, *decided, column_of, of_drafts, of_last, before)
         return of_drafts, of_last, before
 
     def broken_rows(
@@ -429,8 +410,8 @@ class Kernels:
         """Implement `broken_rows` of selfcheck/invariants.py: [R] int64. mass_rounding: of the mass of a draft's
         distribution."""
         out = torch.empty(step.num_rows, dtype=torch.int64)
-        kept = [part.contiguous() for part in (num_accepted, emitted, highest, outside)]
-        self._broken_rows(ctypes.addressof(step), *(part.data_ptr() for part in kept), mass_rounding, out.data_ptr())
+        found = [part.contiguous() for part in (num_accepted, emitted, highest, outside)]
+        self._broken_rows(step, *found, mass_rounding, out)
         return out
 
     def terms(
@@ -452,18 +433,14 @@ class Kernels:
             num_checks: C; 8 for sampled drafts, 4 for deterministic ones."""
         sums = torch.zeros((num_checks, rules.num_stakes + 4), dtype=torch.float64)
         achievable, rows = torch.empty((), dtype=torch.float64), torch.empty((3, step.num_rows), dtype=torch.float64)
-        kept = [part.contiguous() for part in (num_accepted, emitted, counted)]
-        self._terms(
-            *(ctypes.addressof(step), *(part.data_ptr() for part in kept), ctypes.addressof(rules)),
-            *(found.data_ptr() for found in (sums, achievable, rows)),
-        )
+        decided = num_accepted.contiguous(), emitted.contiguous(), counted.contiguous()
+        self._terms(step, *decided, rules, sums, achievable, rows)
         return sums, achievable, rows
 
     def noise(self, seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
         """The uniforms [R, vocab_size] float64 behind `gumbel` of rng.py; seeds and positions are [R] int64."""
-        seeds, positions = seeds.contiguous(), positions.contiguous()
         out = torch.empty((len(seeds), vocab_size), dtype=torch.float64)
-        self._noise(*out.shape, seeds.data_ptr(), positions.data_ptr(), out.data_ptr())
+        self._noise(*out.shape, seeds.contiguous(), positions.contiguous(), out)
         return out
 
     def choose(self, probs: Tensor, ids: Tensor | None, seeds: Tensor, positions: Tensor, count: int = 1) -> Tensor:
@@ -478,18 +455,18 @@ class Kernels:
         Returns:
             [R, count] int64; 0 where fewer columns than that have mass.
         """
-        probs, seeds, positions = probs.contiguous(), seeds.contiguous(), positions.contiguous()
-        columns = torch.empty((len(probs), count), dtype=torch.int64)
-        tokens = None if ids is None else ids.data_ptr()
-        keys = seeds.data_ptr(), positions.data_ptr()
-        self._choose(*probs.shape, probs.data_ptr(), tokens, *keys, count, columns.data_ptr(), torch.get_num_threads())
+        columns, keys = (
+            torch.empty((len(probs), count), dtype=torch.int64),
+            (seeds.contiguous(), positions.contiguous()),
+        )
+        self._choose(*probs.shape, probs.contiguous(), ids, *keys, count, columns, torch.get_num_threads())
         return columns.clamp_(min=0)
 
     def uniforms(self, seeds: Uint64s, rounds: Uint64s, offsets: Uint64s, purposes: Uint64s) -> Float64s:
         """Implement `uniforms` of rng.py for contiguous arrays [R]."""
         out = np.empty(len(seeds), np.float64)
-        arrays = (seeds, rounds, offsets, purposes, out)  # an array's own `ctypes` takes twice as long as a tensor
-        self._uniforms(len(seeds), *[torch.from_numpy(own).data_ptr() for own in arrays])
+        # An array's own `ctypes` takes twice as long as a tensor.
+        self._uniforms(len(seeds), *map(torch.from_numpy, (seeds, rounds, offsets, purposes, out)))
         return out
 
     def layers(
@@ -504,9 +481,6 @@ class Kernels:
         """Run all layers, in place on hidden [N, hidden_size]; what enters the layers of `captures`, ascending, as
         [N, len(captures) * hidden_size]."""
         features = hidden.new_empty((len(hidden), len(captures) * shape.hidden_size))
-        self._layers(
-            *(ctypes.addressof(layers), len(layers), ctypes.addressof(shape), ctypes.addressof(step)),
-            *(cache.data_ptr(), hidden.data_ptr(), (c_int64 * len(captures))(*captures), len(captures)),
-            *(features.data_ptr(), torch.get_num_threads()),
-        )
+        captured = (c_int64 * len(captures))(*captures), len(captures)
+        self._layers(layers, len(layers), shape, step, cache, hidden, *captured, features, torch.get_num_threads())
         return features

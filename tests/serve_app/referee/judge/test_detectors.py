@@ -8,7 +8,7 @@ import torch
 from serve_app.referee.judge.detectors import Alarm, ReplicaWatch, SeenToken
 from serve_app.referee.judge.judgement import Judge
 from serve_app.referee.judge.strata import KNOWN_AFTERWARDS
-from speculative.drafting.base import NoDrafter
+from speculative.drafting.base import Drafter
 from speculative.engine import EngineCore
 from speculative.request import SamplingParams
 from tests.support.perturbed_engines import MOST_DRAFTS, VOCAB, answers, replayed
@@ -23,7 +23,7 @@ def seen(engine: EngineCore, count: int) -> Iterator[Sequence[SeenToken]]:
     """What a referee with the right table sees of so many answers of an engine."""
     served = answers(engine, {"sampled": PARAMS}, count)["sampled"]
     judge = Judge(TOLERANCE)
-    for answer, again in zip(served, replayed(engine_over(TABLE, NoDrafter()), served), strict=True):
+    for answer, again in zip(served, replayed(engine_over(TABLE, Drafter()), served), strict=True):
         yield judge.judge(answer, again).tokens
 
 
