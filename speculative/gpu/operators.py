@@ -9,7 +9,7 @@ from torch import Tensor
 from speculative.config import LogprobsMode
 from speculative.errors import ConfigError
 from speculative.gpu.filters import FindFloors
-from speculative.gpu.packed_attention import AttendPacked, SendPacked
+from speculative.gpu.packed_attention import AttendPacked, sending_packed
 from speculative.gpu.paged_attention import AttendPaged, AttentionSizes
 from speculative.gpu.row_drafts import SampleDrafts
 from speculative.gpu.row_edits import EditLogits
@@ -92,13 +92,12 @@ class GraphOperators:
         from speculative.gpu.triton_filters import triton_floors
         from speculative.gpu.triton_judge import TritonJudge
         from speculative.gpu.triton_layers import TritonLayerOps
-        from speculative.gpu.triton_prompts import TritonAttendPacked
+        from speculative.gpu.triton_prompts import triton_attend_packed
 
-        attend_packed = TritonAttendPacked()
         return cls(
             attend=TritonAttend,
-            attend_packed=attend_packed,
-            prepare=lambda block_size, first: SendPacked(block_size, first, attend_packed),
+            attend_packed=triton_attend_packed,
+            prepare=lambda block_size, first: sending_packed(block_size, first, triton_attend_packed),
             layers=TritonLayerOps(),
             edit=triton_edit,
             vocabulary=CapturedVocabularyOps(triton_floors, kernels.host),

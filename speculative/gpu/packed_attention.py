@@ -8,7 +8,7 @@ from torch import Tensor
 
 from speculative.gpu.paged_attention import KernelAttention
 from speculative.gpu.staged_inputs import Array, send_once
-from speculative.model.attention import CacheAttention
+from speculative.model.attention import CacheAttention, PreparePass
 from speculative.model.config import ScoreRule
 from speculative.state.batch import AttentionRows, Int64s
 from speculative.state.kv_cache import KVCache
@@ -36,21 +36,16 @@ AttendPacked = Callable[[Tensor, Tensor, Tensor, PackedRows, ScoreRule], Tensor]
 in rows of no sequence."""
 
 
-class SendPacked:
-    """A `PreparePass` that sends everything in one copy.
+def sending_packed(block_size: int, first: int, attend: AttendPacked) -> PreparePass:
+    """A `PreparePass` that sends everything in one copy; first: the position of a context's first slot."""
 
-    first: the position of a context's first slot.
-    """
-
-    def __init__(self, block_size: int, first: int, attend: AttendPacked) -> None:
-        self._block_size, self._first, self._attend = block_size, first, attend
-
-    def __call__(self, cache: KVCache, rows: AttentionRows, *arrays: Int64s) -> tuple[CacheAttention, list[Tensor]]:
-        """Implement `PreparePass`."""
-        spans, blocks = tables_of(rows, self._block_size, self._first)
+    def prepare(cache: KVCache, rows: AttentionRows, *arrays: Int64s) -> tuple[CacheAttention, list[Tensor]]:
+        spans, blocks = tables_of(rows, block_size, first)
         sent = send_once((rows.slots, spans, blocks, *arrays), cache.data.device)
-        packed = PackedRows(sent[1], sent[2], self._first, self._block_size)
-        return KernelAttention(cache, sent[0], packed, self._attend), sent[3:]
+        packed = PackedRows(sent[1], sent[2], first, block_size)
+        return KernelAttention(cache, sent[0], packed, attend), sent[3:]
+
+    return prepare
 
 
 def tables_of(rows: AttentionRows, block_size: int, first: int) -> tuple[Array, Array]:

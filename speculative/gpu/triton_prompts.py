@@ -100,39 +100,36 @@ def _attend_packed(  # noqa: PLR0913
     tl.store(out + place, attended.to(out.dtype.element_ty), mask=given)
 
 
-class TritonAttendPacked:
-    """Launches it."""
-
-    def __call__(
-        self, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scores: ScoreRule = PLAIN
-    ) -> Tensor:
-        """Implement `AttendPacked`."""
-        num_rows, num_heads, head_dim = query.shape
-        num_kv_heads = keys.shape[1]
-        group, dim = num_heads // num_kv_heads, max(16, triton.next_power_of_2(head_dim))
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if rows.out is None else rows.out
-        query = query.to(keys.dtype)
-        if query.stride(2) != 1:
-            query = query.contiguous()
-        tile_rows = rows_of_program(dim, keys.element_size())
-        scale, window, cap = of_products(scores, head_dim)
-        num_spans = len(rows.spans)
-        _attend_packed[(num_kv_heads, most_tiles(num_rows * group, num_spans, tile_rows))](
-            *(query, keys, values, rows.blocks, rows.spans, out, scale, num_spans),
-            *(query.stride(0), query.stride(1), keys.stride(0), keys.stride(1)),
-            FIRST=rows.first,
-            GROUP=group,
-            HEAD_DIM=head_dim,
-            BLOCK_SIZE=rows.block_size,
-            TILE=tile_tokens(dim, keys.element_size()),
-            ROWS=tile_rows,
-            DIM=dim,
-            WINDOW=window,
-            CAP=cap,
-            SPANS=_SPANS,
-            num_warps=WARPS,
-        )
-        return out
+def triton_attend_packed(
+    query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scores: ScoreRule = PLAIN
+) -> Tensor:
+    """An `AttendPacked`."""
+    num_rows, num_heads, head_dim = query.shape
+    num_kv_heads = keys.shape[1]
+    group, dim = num_heads // num_kv_heads, max(16, triton.next_power_of_2(head_dim))
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if rows.out is None else rows.out
+    query = query.to(keys.dtype)
+    if query.stride(2) != 1:
+        query = query.contiguous()
+    tile_rows = rows_of_program(dim, keys.element_size())
+    scale, window, cap = of_products(scores, head_dim)
+    num_spans = len(rows.spans)
+    _attend_packed[(num_kv_heads, most_tiles(num_rows * group, num_spans, tile_rows))](
+        *(query, keys, values, rows.blocks, rows.spans, out, scale, num_spans),
+        *(query.stride(0), query.stride(1), keys.stride(0), keys.stride(1)),
+        FIRST=rows.first,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=rows.block_size,
+        TILE=tile_tokens(dim, keys.element_size()),
+        ROWS=tile_rows,
+        DIM=dim,
+        WINDOW=window,
+        CAP=cap,
+        SPANS=_SPANS,
+        num_warps=WARPS,
+    )
+    return out
 
 
 def most_tiles(num_rows: int, num_spans: int, tile_rows: int) -> int:

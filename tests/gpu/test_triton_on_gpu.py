@@ -9,7 +9,7 @@ from torch import Tensor
 
 from speculative.gpu.buckets import Bucket
 from speculative.gpu.logit_edits import LogitEdits, StepEdits
-from speculative.gpu.packed_attention import SendPacked
+from speculative.gpu.packed_attention import sending_packed
 from speculative.gpu.paged_attention import SPLIT_TOKENS, AttentionSizes, PagedRows
 from speculative.gpu.row_judge import RowFields
 from speculative.model.attention import StepAttention
@@ -94,10 +94,10 @@ def test_prompts_and_chunks_are_attended_as_torch_does(
     cuda: torch.device, heads: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     """Against `StepAttention`; and in one piece or in two, the bits of a prompt are the same."""
-    from speculative.gpu.triton_prompts import TritonAttendPacked
+    from speculative.gpu.triton_prompts import triton_attend_packed
 
     num_heads, num_kv_heads, head_dim = heads
-    send = SendPacked(BLOCK_SIZE, 0, TritonAttendPacked())
+    send = sending_packed(BLOCK_SIZE, 0, triton_attend_packed)
     cache = KVCache(KVShape(1, num_kv_heads, head_dim), 400 * BLOCK_SIZE, dtype=dtype, device=cuda)
     random = torch.Generator(cuda).manual_seed(0)
     cache.data.copy_(torch.randn(cache.data.shape, generator=random, device=cuda))

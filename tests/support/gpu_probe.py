@@ -39,7 +39,7 @@ class GpuProbe:
 
         backend = make_backend(parse_args(args), "monolith")
         assert isinstance(backend, TorchBackend)
-        name = backend._config.device
+        name = backend.config.device
         with mock.patch("torch.cuda.is_available", return_value=True):
             pretended = str(resolve_device(name))
         try:

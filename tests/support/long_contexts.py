@@ -41,8 +41,8 @@ def _by_splits(query: Tensor, keys: Tensor, values: Tensor, device: torch.device
 
 
 def _packed(query: Tensor, keys: Tensor, values: Tensor, device: torch.device) -> Tensor:
-    from speculative.gpu.triton_prompts import TritonAttendPacked
+    from speculative.gpu.triton_prompts import triton_attend_packed
 
     spans = torch.tensor([[0, NUM_ROWS, LENGTH - NUM_ROWS, 0]], dtype=torch.int32, device=device)
     blocks = torch.arange(NUM_BLOCKS, dtype=torch.int32, device=device)
-    return TritonAttendPacked()(query, keys, values, PackedRows(spans, blocks, 0, BLOCK_SIZE))
+    return triton_attend_packed(query, keys, values, PackedRows(spans, blocks, 0, BLOCK_SIZE))

@@ -38,7 +38,7 @@ from speculative.config import LogprobsMode
 from speculative.gpu.capture import side_stream
 from speculative.gpu.graph_step import GraphStep
 from speculative.gpu.operators import CapturedVocabularyOps, GraphOperators
-from speculative.gpu.packed_attention import PackedRows, SendPacked
+from speculative.gpu.packed_attention import PackedRows, sending_packed
 from speculative.gpu.paged_attention import AttendPaged, AttentionSizes, PagedRows
 from speculative.gpu.row_drafts import DraftBuffers
 from speculative.gpu.row_edits import EditFields
@@ -318,7 +318,7 @@ class PretendedCuda(TorchFunctionMode):
         return GraphOperators(
             attend=lambda sizes: _PagedAttention(self, sizes, of_triton.attend(sizes)),
             attend_packed=self._attend_packed,
-            prepare=lambda block_size, first: SendPacked(block_size, first, self._attend_packed),
+            prepare=lambda block_size, first: sending_packed(block_size, first, self._attend_packed),
             layers=_LayerOps(self),
             edit=self._edit_logits,
             vocabulary=CapturedVocabularyOps(partial(self.kernels, triton_floors, torch_floors)),
@@ -329,13 +329,13 @@ class PretendedCuda(TorchFunctionMode):
     def _attend_packed(
         self, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scores: ScoreRule = PLAIN
     ) -> Tensor:
-        from speculative.gpu.triton_prompts import TritonAttendPacked
+        from speculative.gpu.triton_prompts import triton_attend_packed
 
         assert rows.blocks.dtype == rows.spans.dtype == torch.int32
         assert rows.spans.is_contiguous() and keys.stride() == values.stride()
 
         given = (query, keys, values, rows, scores)
-        return self.kernels(TritonAttendPacked(), attend_packed, *given)  # type: ignore[no-any-return]
+        return self.kernels(triton_attend_packed, attend_packed, *given)  # type: ignore[no-any-return]
 
     def _sample_drafts(self, *given: Any) -> None:
         from speculative.gpu.triton_drafts import triton_drafts

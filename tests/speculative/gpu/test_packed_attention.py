@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculative.gpu.packed_attention import AttendPacked, PackedRows, SendPacked, tables_of
+from speculative.gpu.packed_attention import AttendPacked, PackedRows, sending_packed, tables_of
 from speculative.model.config import PLAIN, ScoreRule
 from speculative.state.batch import AttentionRows
 from speculative.state.kv_cache import KVCache, KVShape
@@ -27,9 +27,9 @@ CHUNKS = [(0, 1), (0, 16), (1, 33), (63, 2), (15, 66), (128, 1), (300, 43)]
 
 @pytest.fixture
 def triton() -> AttendPacked:
-    from speculative.gpu.triton_prompts import TritonAttendPacked
+    from speculative.gpu.triton_prompts import triton_attend_packed
 
-    return TritonAttendPacked()
+    return triton_attend_packed
 
 
 class Scene:
@@ -68,7 +68,7 @@ class Scene:
         def attend_apart(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scores: ScoreRule) -> Tensor:
             return attend(query, of_wider(keys), of_wider(values), rows, scores)
 
-        made, sent = SendPacked(BLOCK_SIZE, self.first, attend_apart)(cache, rows, starts)
+        made, sent = sending_packed(BLOCK_SIZE, self.first, attend_apart)(cache, rows, starts)
         assert torch.equal(sent[0], torch.from_numpy(starts))
         assert torch.equal(made.slots, torch.from_numpy(rows.slots))
         return made.attend_stored(0, torch.cat(queries), rule)

@@ -23,7 +23,7 @@ from speculative.errors import ConfigError
 from speculative.gpu import verify_graph
 from speculative.gpu.memory import graph_bytes
 from speculative.gpu.operators import GraphOperators
-from speculative.gpu.packed_attention import SendPacked
+from speculative.gpu.packed_attention import sending_packed
 from speculative.gpu.paged_attention import AttentionSizes
 from speculative.gpu.prompt_graph import prompt_sizes
 from speculative.gpu.staged_inputs import Field
@@ -82,7 +82,7 @@ can round FP8 to the next number."""
 def torch_operators_alone(_: ChosenKernels) -> GraphOperators:
     """Those of captured steps on a CPU, with prompts as the pretended device computes them."""
     operators = torch_operators(ChosenKernels())
-    return replace(operators, prepare=lambda size, first: SendPacked(size, first, operators.attend_packed))
+    return replace(operators, prepare=lambda size, first: sending_packed(size, first, operators.attend_packed))
 
 
 @pytest.fixture
