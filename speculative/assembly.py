@@ -150,7 +150,7 @@ class Assembly:
             if self.device.type == "cuda":
                 self.graphs.capture_all()
         scorer = PromptScorer(self.config.logprobs_mode, self.sampler, self.constraint_of)
-        self.eager = EagerStep(self.config, runner, drafter, self.checked_sampler, scorer)
+        self.eager = EagerStep(runner, drafter, self.checked_sampler, scorer, self.config.block_size)
         steps = (self.eager,) if self.graphs is None else (self.graphs, self.eager)
         self.executor = StepExecutor(steps, self.stats)
 

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,30 +77,17 @@ def load_engine(folder: Path, config: EngineConfig) -> EngineCore:
     return EngineCore.load(folder, config, StructureCompiler(folder, model.vocab_size, model.eos_token_ids))
 
 
+@dataclass(eq=False)
 class TorchBackend:
-    """Runs an `EngineCore` on a thread of its own.
+    """Runs an `EngineCore` on a thread of its own."""
 
-    Args:
-        source: a model folder, a catalogue name, or a hub id.
-        model_name: the name clients use.
-        config: the engine's settings.
-        make_engine: loads the engine; tests inject faulty ones here.
-        pace: at which requests are given their tokens; None = each step's at once.
-    """
+    source: str  # a model folder, a catalogue name, or a hub id
+    model_name: str  # that clients use
+    config: EngineConfig
+    make_engine: Callable[[Path, EngineConfig], EngineCore] = load_engine  # tests inject faulty ones here
+    pace: Pace = field(default_factory=Pace)  # at which requests are given their tokens
 
-    def __init__(
-        self,
-        source: str,
-        model_name: str,
-        config: EngineConfig,
-        make_engine: Callable[[Path, EngineConfig], EngineCore] = load_engine,
-        pace: Pace | None = None,
-    ) -> None:
-        self._source = source
-        self._model_name = model_name
-        self._config = config
-        self._make_engine = make_engine
-        self._pace = pace or Pace()
+    def __post_init__(self) -> None:
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._streams: dict[str, _Inbox] = {}
         self._to_export: set[str] = set()  # engine thread only
@@ -310,8 +297,8 @@ class TorchBackend:
         request_id = request.request_id
         if request_id in self._streams:
             raise EngineFault(f"A request {request_id!r} is already running.")
-        events = self._streams[request_id] = _Inbox(self._pace, gathers=request.gathers)
-        self._pace.num_streams += 1
+        events = self._streams[request_id] = _Inbox(self.pace, gathers=request.gathers)
+        self.pace.num_streams += 1
         try:
             await self._prepare(request)
             await self._open.wait()
@@ -334,7 +321,7 @@ class TorchBackend:
                     return
         finally:
             del self._streams[request_id]
-            self._pace.num_streams -= 1
+            self.pace.num_streams -= 1
             self._commands.put(lambda engine: self._abort(engine, request_id))
             self._begun.discard(request_id)
             if not self._begun:
@@ -386,8 +373,8 @@ class TorchBackend:
     def _run(self) -> None:
         try:
             with naming("model.source"):
-                folder = resolve_model(self._source)
-            engine = self._make_engine(folder, self._config)
+                folder = resolve_model(self.source)
+            engine = self.make_engine(folder, self.config)
             warm_up(engine)
         except Exception as error:
             if not isinstance(error, ConfigError):  # which says all that is needed
@@ -401,9 +388,9 @@ class TorchBackend:
         self._serve(engine)
 
     def _info(self, engine: EngineCore) -> ModelInfo:
-        drafter = self._config.drafter.model
+        drafter = self.config.drafter.model
         folder = None if drafter is None else resolve_model(drafter, SHIPPED_HEADS)
-        arithmetic, config = engine.arithmetic, self._config
+        arithmetic, config = engine.arithmetic, self.config
         self._repeats = not arithmetic.rounding
         computing = Computing(
             kernels=arithmetic.kernels,
@@ -420,14 +407,14 @@ class TorchBackend:
             keeps_rounds=True,
         )
         return ModelInfo(
-            model_name=self._model_name,
+            model_name=self.model_name,
             max_model_len=engine.max_model_len,
             vocab_size=engine.model.vocab_size,
             fingerprint=engine.manifest.fingerprint,
             folder=str(self._folder),
             eos_token_ids=engine.model.eos_token_ids,
             drafter_folder="" if folder is None else str(folder),
-            held_out_acceptance=held_out_rates(self._config.drafter.kind, folder),
+            held_out_acceptance=held_out_rates(self.config.drafter.kind, folder),
             quantization=self._form.quantization,
             computing=computing,
         )
@@ -436,7 +423,7 @@ class TorchBackend:
     def _numerics(self) -> Numerics:
         form = self._form.weights
         weights = form if is_rounded(form) else "plain"
-        return Numerics("truespec", precision_of(self._config.dtype, form), weights, self._repeats)
+        return Numerics("truespec", precision_of(self.config.dtype, form), weights, self._repeats)
 
     def _serve(self, engine: EngineCore) -> None:
         try:

@@ -1,7 +1,7 @@
 """Counts of each pool's replicas: present, wanted and replaced, as Ray Serve reports them."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from serve_app.telemetry.metrics import Metrics
 
@@ -17,6 +17,7 @@ class PoolState:
     changing: bool = False
 
 
+@dataclass(slots=True)
 class ReplicaCounts:
     """Sets the gauges of replicas wanted and running, and counts restarts.
 
@@ -26,20 +27,18 @@ class ReplicaCounts:
     What ran there is counted with it: whoever would have counted its end died, and a proxy that talks to replicas
     counts a stream that was cut as one that went well.
 
-    Args:
-        metrics_of: the metrics of a pool.
-        requests_on: how many requests of clients a replica had, by its name, as it last reported.
+    metrics_of: the metrics of a pool. requests_on: how many requests of clients a replica had, by its name, as it last
+    reported.
     """
 
-    def __init__(self, metrics_of: Callable[[str], Metrics], requests_on: Callable[[str], int]) -> None:
-        self._metrics_of = metrics_of
-        self._requests_on = requests_on
-        self._seen: dict[str, PoolState] = {}
+    metrics_of: Callable[[str], Metrics]
+    requests_on: Callable[[str], int]
+    _seen: dict[str, PoolState] = field(default_factory=dict)
 
     def note(self, pools: Mapping[str, PoolState]) -> None:
         """Take in the present state of all pools; call this every few seconds."""
         for pool, state in pools.items():
-            metrics = self._metrics_of(pool)
+            metrics = self.metrics_of(pool)
             metrics.gauge("truespec_replicas_wanted", state.wanted)
             metrics.gauge("truespec_replicas_running", len(state.running))
             before, lost = self._seen.get(pool), frozenset[str]()
@@ -47,5 +46,5 @@ class ReplicaCounts:
                 lost = before.running - before.moving - state.running
             metrics.count("truespec_replica_restarts_total", len(lost))
             if pool != "prefill":  # whose requests the decoding replica asks for again
-                metrics.count("truespec_requests_interrupted_total", sum(map(self._requests_on, lost)))
+                metrics.count("truespec_requests_interrupted_total", sum(map(self.requests_on, lost)))
         self._seen = dict(pools)

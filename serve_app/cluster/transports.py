@@ -1,6 +1,7 @@
 """From the setting to the transport. None opens a handoff: its checksum goes with it, and the engine that takes it in
 checks it."""
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,21 +24,17 @@ class HandoffTransport(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class ReplyTransport:
     """The handoff is part of the reply. An array in it Ray keeps in shared memory, without a copy of ours, and copies
     between nodes; the caller owns the reply, so a handoff outlives the replica that made it. What comes out is
-    read-only.
+    read-only."""
 
-    Args:
-        most_inline: bytes of a handoff that goes in the message itself, so that no object is made; 0 = none does.
-    """
-
-    def __init__(self, most_inline: int = 0) -> None:
-        self._most_inline = most_inline
+    most_inline: int = 0  # bytes of a handoff that goes in the message itself, so that no object is made; 0 = none does
 
     async def pack(self, handoff: Handoff) -> Any:
         """A copy of the bytes, or the array where it is long."""
-        return handoff.tobytes() if handoff.nbytes <= self._most_inline else handoff
+        return handoff.tobytes() if handoff.nbytes <= self.most_inline else handoff
 
     async def unpack(self, payload: Any) -> Handoff:
         """The bytes as an array, over the store's own memory if they lie there."""

@@ -7,6 +7,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +28,14 @@ def digest_of(content: bytes | memoryview) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
+@dataclass(slots=True)
 class Transfers:
-    """Weights that come over the wire, shard by shard. One transfer at a time: a new one gives up the last.
+    """Weights that come over the wire, shard by shard. One transfer at a time: a new one gives up the last."""
 
-    Args:
-        keep: puts a shard's content where replicas can get it, and says where.
-        update: gets the weights that a transfer brought.
-    """
-
-    def __init__(self, keep: Callable[[Any], Any], update: Update) -> None:
-        self._keep = keep
-        self._update = update
-        self._number = 0
-        self._shards: dict[tuple[bool, int], Shard] = {}
+    keep: Callable[[Any], Any]  # puts a shard's content where replicas can get it, and says where
+    update: Update  # gets the weights that a transfer brought
+    _number: int = 0
+    _shards: dict[tuple[bool, int], Shard] = field(default_factory=dict)
 
     def begin(self) -> int:
         """A new transfer's number."""
@@ -54,7 +50,7 @@ class Transfers:
         data = memoryview(content)
         if digest_of(data) != digest:
             raise UpdateRefused(f"Shard {index} was damaged on its way; send it again.")
-        self._shards[drafter, index] = Shard(self._keep(content), digest, data.nbytes)
+        self._shards[drafter, index] = Shard(self.keep(content), digest, data.nbytes)
 
     async def end(
         self,
@@ -76,7 +72,7 @@ class Transfers:
         self._shards.clear()
         target, drafter = tuple(shards[:num_shards]), tuple(shards[num_shards:])
         ref = WeightsRef(0, version, shards=target, drafter_shards=drafter)
-        return await self._update(ref, mode, timeout_s)
+        return await self.update(ref, mode, timeout_s)
 
     def _check(self, transfer: int) -> None:
         if transfer != self._number:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
 from serve_app.backends.base import Backend, ModelInfo, PauseMode, ServedWeights
 from serve_app.cluster.desired_state import CONFIGURED, DesiredState, WeightsRef, WeightsStatus
@@ -17,38 +18,30 @@ Fetch = Callable[[WeightsRef], contextlib.AbstractAsyncContextManager[tuple[str,
 """Folders of weights while they are loaded: the target's, and the drafter's (None = the configured one)."""
 
 
+@dataclass(slots=True)
 class WeightUpdater:
-    """Brings one replica to the state that the coordinator asks for.
+    """Brings one replica to the state that the coordinator asks for."""
 
-    Args:
-        backend: its engine.
-        info: what it serves initially.
-        fetch: makes a folder from a wire reference.
-        switched: called with what is served, each time it changes.
-        metrics: counts updates.
-    """
+    backend: Backend
+    info: ModelInfo  # what is served
+    fetch: Fetch
+    switched: Callable[[ModelInfo], None]  # called with what is served, each time it changes
+    metrics: Metrics  # counts updates
+    _serving: WeightsRef = CONFIGURED
+    _loaded: WeightsRef | None = None
+    _loaded_fingerprint: str = ""
+    _failed: tuple[int, str] | None = None
+    _paused: PauseMode | None = None
+    _cache_resets: int = 0
+    _wanted: DesiredState = field(default_factory=lambda: DesiredState(CONFIGURED))
+    _work: asyncio.Task[None] | None = None  # on the weights
+    _pause_work: asyncio.Task[None] | None = None  # separate: a pause may take as long as the longest request
+    _pausing: bool = False  # for an operator, so that it can be cancelled
+    _stilling: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while the engine is being paused or unpaused
 
-    def __init__(
-        self, backend: Backend, info: ModelInfo, fetch: Fetch, switched: Callable[[ModelInfo], None], metrics: Metrics
-    ) -> None:
-        self._backend = backend
-        self._fetch = fetch
-        self._switched = switched
-        self._metrics = metrics
-        self.info = info  # what is served
-        self._serving = CONFIGURED
-        self._loaded: WeightsRef | None = None
-        self._loaded_fingerprint = ""
-        self._failed: tuple[int, str] | None = None
-        self._paused: PauseMode | None = None
-        self._cache_resets = 0
-        self._wanted = DesiredState(CONFIGURED)
-        self._work: asyncio.Task[None] | None = None  # on the weights
-        self._pause_work: asyncio.Task[None] | None = None  # separate: a pause may take as long as the longest request
-        self._pausing = False  # for an operator, so that it can be cancelled
-        self._stilling = asyncio.Lock()  # held while the engine is being paused or unpaused
+    def __post_init__(self) -> None:
         for result in ("ok", "failed"):
-            metrics.count("truespec_weight_updates_total", 0, result=result)
+            self.metrics.count("truespec_weight_updates_total", 0, result=result)
 
     @property
     def status(self) -> WeightsStatus:
@@ -82,7 +75,7 @@ class WeightUpdater:
         """Start converging to the desired state; returns at once."""
         self._wanted = wanted
         if wanted.cache_resets > self._cache_resets:
-            self._backend.reset_prefix_cache()
+            self.backend.reset_prefix_cache()
             self._cache_resets = wanted.cache_resets
         if self._pausing and wanted.paused is None and self._pause_work is not None:
             self._pause_work.cancel()
@@ -119,7 +112,7 @@ class WeightUpdater:
         wanted = self._wanted
         numbers = {wanted.serve.number} | ({wanted.load.number} if wanted.load is not None else set())
         if self._loaded is not None and self._loaded.number not in numbers:
-            self._backend.drop_weights()
+            self.backend.drop_weights()
             self._loaded, self._loaded_fingerprint = None, ""
             _logger.warning("dropping the weights loaded last: they are no longer wanted")
         await self._load()
@@ -132,8 +125,8 @@ class WeightUpdater:
             return
         self._loaded, self._loaded_fingerprint = None, ""
         try:
-            async with self._fetch(target) as (folder, drafter):
-                self._loaded_fingerprint = await self._backend.load_weights(folder, drafter)
+            async with self.fetch(target) as (folder, drafter):
+                self._loaded_fingerprint = await self.backend.load_weights(folder, drafter)
             self._loaded = target
             _logger.info("weights %r are loaded beside %r", target.version, self._serving.version)
         except Exception as error:  # whatever it was: retried with every report, it would fail again
@@ -145,25 +138,25 @@ class WeightUpdater:
             return
         async with self._stilling:
             if self._paused is None:
-                await self._backend.pause(wanted.mode)
+                await self.backend.pause(wanted.mode)
             try:
-                self.info = await self._backend.switch_weights(wanted.serve.version)
+                self.info = await self.backend.switch_weights(wanted.serve.version)
                 self._serving, self._loaded, self._loaded_fingerprint = wanted.serve, None, ""
-                self._switched(self.info)
+                self.switched(self.info)
             except Exception as error:
                 self._give_up(wanted.serve, error)
                 raise
             finally:
                 if self._paused is None:
-                    await self._backend.unpause()
-        self._metrics.count("truespec_weight_updates_total", result="ok")
+                    await self.backend.unpause()
+        self.metrics.count("truespec_weight_updates_total", result="ok")
         _logger.warning("now serving weights %r", wanted.serve.version)
 
     def _give_up(self, ref: WeightsRef, error: Exception) -> None:
         """Do not try these again: a failed switch leaves neither the old weights nor the new."""
         self._loaded, self._loaded_fingerprint = None, ""
         self._failed = (ref.number, str(error) or type(error).__name__)
-        self._metrics.count("truespec_weight_updates_total", result="failed")
+        self.metrics.count("truespec_weight_updates_total", result="failed")
         _logger.error("weights %r could not be loaded: %s", ref.version, error)
 
     async def _pause(self) -> None:
@@ -172,12 +165,12 @@ class WeightUpdater:
         async with self._stilling:
             wanted = self._wanted.paused
             if wanted is None:
-                await self._backend.unpause()
+                await self.backend.unpause()
             else:
                 self._paused = None  # not as wanted before, and not yet as wanted now
                 self._pausing = True
                 try:
-                    await self._backend.pause(wanted)
+                    await self.backend.pause(wanted)
                 finally:
                     self._pausing = False
             self._paused = wanted

@@ -77,31 +77,20 @@ def _with_device(config: EngineConfig) -> EngineConfig:
     return dataclasses.replace(config, device=given_device()) if config.device == "auto" else config
 
 
+@dataclasses.dataclass
 class EngineHost:
-    """Loads an engine, watches over it, and reports to the controller.
+    """Loads an engine, watches over it, and reports to the controller."""
 
-    Args:
-        runtime: of the replica.
-        pool: which of them it belongs to.
-        backend: not yet loaded.
-        weights_switched: is called with what is served, each time it changes.
-    """
+    runtime: ReplicaRuntime
+    pool: PoolName
+    backend: Backend  # not yet loaded
+    weights_switched: Callable[[ModelInfo], None] = lambda info: None  # called with what is served, when it changes
 
-    def __init__(
-        self,
-        runtime: ReplicaRuntime,
-        pool: PoolName,
-        backend: Backend,
-        weights_switched: Callable[[ModelInfo], None] = lambda info: None,
-    ) -> None:
-        self.runtime = runtime
-        self.pool: PoolName = pool
-        self.backend = backend
-        self.reporter = Reporter(runtime, self._send_report)
+    def __post_init__(self) -> None:
+        self.reporter = Reporter(self.runtime, self._send_report)
         self.updater: WeightUpdater | None = None
         self.backlog = PrefillBacklog()
         self.finished: deque[Finished] = deque(maxlen=_MOST_UNREPORTED)
-        self._weights_switched = weights_switched
         self._breaker_controller: BreakerController | None = None
         self._rank_nodes: RankNodes | None = None  # where Ray places ranks
         self._referee: ActorHandle | None = None
@@ -287,7 +276,7 @@ class EngineHost:
         def switched(info: ModelInfo) -> None:
             self.runtime.metrics.forget("truespec_build_info", **self._build)  # of the old fingerprint
             self._build["fingerprint"] = info.fingerprint
-            self._weights_switched(info)
+            self.weights_switched(info)
 
         runtime = self.runtime
         updater = WeightUpdater(self.backend, info, fetch, switched, runtime.metrics)

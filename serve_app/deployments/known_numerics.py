@@ -6,7 +6,7 @@ What a replica reports may narrow the tolerance for its answers, and never widen
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -34,49 +34,49 @@ class _Checkpoint(NamedTuple):
     repeats: bool
 
 
+@dataclass
 class KnownNumerics:
     """Holds replicas to the numerics of their pools.
 
-    Args:
-        config: of the service.
-        misreported: called with a replica, each time that it reports others which would widen a tolerance.
+    misreported: called with a replica, each time that it reports others which would widen a tolerance.
     """
 
-    def __init__(self, config: AppConfig, misreported: Callable[[str], None] = lambda replica: None) -> None:
-        self._config = config
-        self._misreported = misreported
+    config: AppConfig
+    misreported: Callable[[str], None] = lambda replica: None
+
+    def __post_init__(self) -> None:
         self._replicas: dict[str, tuple[PoolName, bool]] = {}  # their pools, and whether they say they lack kernels
         self._logged: set[tuple[str, Numerics]] = set()
 
     def observe(self, replica: str, pool: str, computing: Computing) -> None:
         """Take in what a replica says of itself."""
-        own = next(name for name in self._config.pool_names if name == pool)
+        own = next(name for name in self.config.pool_names if name == pool)
         self._replicas[replica] = own, bool(computing.kernels_off)
         self._held(replica, computing.numerics, self.of(own))
 
     def served(self, answer: Answer) -> Answer:
         """The answer, its engine's numerics and longest sequence held to what is known of them."""
-        pool, _ = self._replicas.get(answer.replica, (self._config.decoding_pool, False))
-        longest = min(answer.max_model_len, self._config.engine.max_model_len or answer.max_model_len)
+        pool, _ = self._replicas.get(answer.replica, (self.config.decoding_pool, False))
+        longest = min(answer.max_model_len, self.config.engine.max_model_len or answer.max_model_len)
         return replace(
             answer, numerics=self._held(answer.replica, answer.numerics, self.of(pool)), max_model_len=longest
         )
 
     def replayed(self, replayed: Replayed) -> Replayed:
         """The replay of a replica, its engine's numerics held to what is known of them."""
-        pool, claimed = self._config.pool_names[0], replayed.numerics
+        pool, claimed = self.config.pool_names[0], replayed.numerics
         known = self.of(pool)
-        if claimed.engine == "truespec" and known.engine == "vllm" and self._config.may_replay_vllm(pool):
-            dtype = self._config.replay_config(pool).dtype
+        if claimed.engine == "truespec" and known.engine == "vllm" and self.config.may_replay_vllm(pool):
+            dtype = self.config.replay_config(pool).dtype
             known = Numerics("truespec", dtype, "plain", self._repeats(pool))
         return replace(replayed, numerics=self._held(replayed.replica, claimed, known))
 
     def of(self, pool: PoolName) -> Numerics:
         """Those of a pool; where this node lacks the checkpoint, the coarsest that `auto` may give there."""
-        engine, found = self._config.engine, self._checkpoint
-        device: Device = "cuda" if self._config.pool(pool).num_gpus > 0 else "cpu"
+        engine, found = self.config.engine, self._checkpoint
+        device: Device = "cuda" if self.config.pool(pool).num_gpus > 0 else "cpu"
         if engine.kind == "vllm":
-            form = self._config.vllm.engine_args.get("quantization") or (found and found.quantization)
+            form = self.config.vllm.engine_args.get("quantization") or (found and found.quantization)
             if form is None and found is None:
                 return Numerics("vllm", PRECISIONS[-1])
             return Numerics("vllm", precision_of(engine.dtype, form), form or "plain")
@@ -95,7 +95,7 @@ class KnownNumerics:
         as_known = claimed.engine == known.engine and claimed.weights.startswith(("plain", known.weights))
         if no_coarser and as_known and (claimed.repeats or not known.repeats or lacks_kernels):
             return claimed
-        self._misreported(replica)
+        self.misreported(replica)
         if (replica, claimed) not in self._logged:
             self._logged.add((replica, claimed))
             _logger.error("%s says that it computes as %s, and is judged as %s, as configured", replica, claimed, known)
@@ -103,12 +103,12 @@ class KnownNumerics:
 
     def _repeats(self, pool: PoolName) -> bool:
         """Return whether rows are rounded alike in any batch, as far as this node can say."""
-        return self._checkpoint is not None and self._checkpoint.repeats and self._config.pool(pool).num_gpus == 0
+        return self._checkpoint is not None and self._checkpoint.repeats and self.config.pool(pool).num_gpus == 0
 
     @cached_property
     def _checkpoint(self) -> "_Checkpoint | None":
         """The checkpoint, where this node has it."""
-        folder = _folder_here(self._config.model.source)
+        folder = _folder_here(self.config.model.source)
         if folder is None:
             return None
         shape = read_json(folder / "config.json")

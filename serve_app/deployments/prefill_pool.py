@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
@@ -80,7 +80,7 @@ class PrefillPool:
             raise PoolFull(f"the prefill pool is full: {error}") from error
         except RayTaskError as error:
             raise own_error(error) from error
-        except (RayActorError, RayError, RayServeException) as error:
+        except (RayError, RayServeException) as error:
             raise ConnectionError(f"no prefill replica answered: {error}") from error
         if not isinstance(reply, PrefillReply):  # pools are replaced one after the other
             raise ConnectionError(f"a prefill replica of another version answered with a {type(reply).__name__}")

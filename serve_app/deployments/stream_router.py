@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ray import serve
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.context import _get_serve_request_context
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -80,37 +80,37 @@ class DecodeWorker(EngineServer):
         host = self.host
         tokens = host.source.go_on(requests, emitted) if emitted else host.source.stream(requests)
         every_s = host.runtime.config.recovery.decode_timeout_s / _SIGNS_OF_LIFE
-        failed: set[str] = set()
+        crashed = False
+        ends: dict[str, FinishReason | None] = {}  # of those the engine has ended; the router may have more elsewhere
         prefilled: dict[str, str] = {}  # which replica had a part in it, by request
         num_tokens = {request.request_id: len(emitted.get(request.request_id, ())) for request in requests}
-        whole: set[str] = set()  # whose answers the engine has ended; of others the router may have more elsewhere
-        self._streamed.update(request.request_id for request in requests)
+        self._streamed.update(num_tokens)
         try:
             async with contextlib.aclosing(with_signs_of_life(tokens, every_s)) as deltas:
                 async for delta in deltas:
+                    prefilled_by = None
                     if delta is None:
                         host.backend.check_health()
-                    prefilled_by = None if delta is None else self._prefilled_by.pop(delta.request_id, None)
-                    if delta is not None and delta.finish_reason is FinishReason.ERROR:
-                        failed.add(delta.request_id)
-                    if delta is not None:
-                        num_tokens[delta.request_id] += len(delta.token_ids)
-                        if delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-                            whole.add(delta.request_id)
-                    if delta is not None and (maker := prefilled_by or delta.prefilled_by):
-                        prefilled[delta.request_id] = maker
+                    else:
+                        name = delta.request_id
+                        prefilled_by = self._prefilled_by.pop(name, None)
+                        num_tokens[name] += len(delta.token_ids)
+                        ends[name] = delta.finish_reason
+                        if maker := prefilled_by or delta.prefilled_by:
+                            prefilled[name] = maker
                     yield Streamed(delta, host.runtime.name, prefilled_by, self._info.fingerprint)
         except Exception:
-            failed.update(request.request_id for request in requests)
+            crashed = True
             raise
         finally:
             for request in requests:
-                self._streamed.discard(request.request_id)
-                self._prefilled_by.pop(request.request_id, None)
+                name = request.request_id
+                self._streamed.discard(name)
+                self._prefilled_by.pop(name, None)
                 if request.score_from is None:
-                    name = request.request_id
-                    known = prefilled.get(name, ""), num_tokens[name] if name in whole else 0
-                    host.remember(request, began_at, *known, failed=name in failed)
+                    whole = ends.get(name) in (FinishReason.STOP, FinishReason.LENGTH)
+                    known = prefilled.get(name, ""), num_tokens[name] if whole else 0
+                    host.remember(request, began_at, *known, failed=crashed or ends.get(name) is FinishReason.ERROR)
 
     async def abort(self, request_id: str) -> None:
         """End one of several choices, if it is here; the others go on."""
@@ -175,7 +175,7 @@ class StreamRouter:
             raise EngineOverloaded("All replicas are busy. Retry later.", retry_after_s=1.0) from error
         except RayTaskError as error:
             raise own_error(error, ReplicaLost) from error
-        except (RayActorError, RayError, RayServeException) as error:
+        except (RayError, RayServeException) as error:
             raise ReplicaLost(f"a decode replica was lost: {error}") from error
         finally:
             response.cancel()

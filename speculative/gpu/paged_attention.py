@@ -89,20 +89,16 @@ anything behind the first N rows."""
 Rows = TypeVar("Rows")
 
 
+@dataclass
 class KernelAttention(CacheAttention, Generic[Rows]):
-    """Attention of one step by a kernel. slots: [N] int64, where its rows go. rows: what the kernel knows of them."""
+    """Attention of one step by a kernel."""
 
-    def __init__(
-        self,
-        cache: KVCache,
-        slots: Tensor,
-        rows: Rows,
-        attend: Callable[[Tensor, Tensor, Tensor, Rows, ScoreRule], Tensor],
-    ) -> None:
-        self.cache, self.slots = cache, slots
-        self._rows, self._attend = rows, attend
+    cache: KVCache
+    slots: Tensor  # [N] int64, where its rows go
+    rows: Rows  # what the kernel knows of them
+    attend: Callable[[Tensor, Tensor, Tensor, Rows, ScoreRule], Tensor]
 
     def attend_stored(self, layer: int, query: Tensor, scores: ScoreRule = PLAIN) -> Tensor:
         """Implement `CacheAttention`."""
         keys, values = self.cache.data[layer].unbind(0)
-        return self._attend(query, keys, values, self._rows, scores)
+        return self.attend(query, keys, values, self.rows, scores)

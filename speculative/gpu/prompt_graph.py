@@ -4,7 +4,7 @@ they take the device. In front of them there may be rows of decoding sequences, 
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -49,48 +49,36 @@ def run_in_parts(
     return torch.cat([hidden for hidden, _ in found]), torch.cat([features for _, features in found])
 
 
+@dataclass
 class PromptPass:
-    """Runs the target on chunks of prompts as one launch.
+    """Runs the target on chunks of prompts as one launch."""
 
-    Args:
-        decoder: the target.
-        cache: its keys and values, and attention of decoding rows.
-        attend: attention of packed rows.
-        buffers: of the step; they get what is computed of decoding rows.
-        capture: the layers whose inputs are features, as `Decoder.run` takes them.
-        sizes: numbers of rows, ascending.
-        capturer: of the engine.
-    """
+    decoder: Decoder
+    cache: PagedCache  # its keys and values, and attention of decoding rows
+    attend: AttendPacked
+    buffers: GraphBuffers  # of the step; they get what is computed of decoding rows
+    capture: tuple[int, ...]  # the layers whose inputs are features, as `Decoder.run` takes them
+    sizes: tuple[int, ...]  # numbers of rows, ascending
+    capturer: Capturer
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        cache: PagedCache,
-        attend: AttendPacked,
-        buffers: GraphBuffers,
-        capture: tuple[int, ...],
-        sizes: tuple[int, ...],
-        capturer: Capturer,
-    ) -> None:
-        self._decoder, self._cache, self._room, self._attend = decoder, cache, cache.room, attend
-        self._buffers, self._capture, self._capturer = buffers, capture, capturer
-        self._sizes = sizes
+    def __post_init__(self) -> None:
+        decoder, buffers, self._room = self.decoder, self.buffers, self.cache.room
         self._decoding = decoding = PackedBucket(len(buffers.draft_hidden), len(buffers.hidden))  # the most there are
         hidden_size = decoder.config.hidden_size
-        self._hidden = torch.zeros((sizes[-1], hidden_size), dtype=decoder.dtype, device=decoder.device)
-        self._features = self._hidden.new_zeros((sizes[-1], hidden_size * len(capture)))
+        self._hidden = torch.zeros((self.sizes[-1], hidden_size), dtype=decoder.dtype, device=decoder.device)
+        self._features = self._hidden.new_zeros((self.sizes[-1], hidden_size * len(self.capture)))
         self._inputs: dict[int, StagedInputs] = {}
         self._passes: dict[tuple[int, bool], Captured[None]] = {}
-        self._tables = BlockTables(cache.room)
-        fields = row_fields(decoding, cache.room) | {"sources": Field((decoding.num_rows,), padding=-1)}
+        self._tables = BlockTables(self._room)
+        fields = row_fields(decoding, self._room) | {"sources": Field((decoding.num_rows,), padding=-1)}
         fields["starts"] = Field((decoding.num_seqs + 2,), torch.int32)
-        self._beside = StagedInputs(fields, capturer.device)  # of decoding rows, in passes of any size
+        self._beside = StagedInputs(fields, self.capturer.device)  # of decoding rows, in passes of any size
 
     def takes(self, step_input: StepInput) -> bool:
         """Return whether the rows of each `MOST_SEQUENCES` sequences fit."""
         starts = step_input.row_starts
         ends = [*range(0, len(starts) - 1, MOST_SEQUENCES), len(starts) - 1]
-        return all(starts[end] - starts[begin] <= self._sizes[-1] for begin, end in pairwise(ends))
+        return all(starts[end] - starts[begin] <= self.sizes[-1] for begin, end in pairwise(ends))
 
     def run(self, step_input: StepInput) -> tuple[Tensor, Tensor]:
         """Hidden states [N, hidden] and features [N, F] of rows that it takes, in memory of their own."""
@@ -105,7 +93,7 @@ class PromptPass:
         nothing computed, where the rows of prompts do not fit behind those, which are judged in a bucket."""
         num_before, num_rows = len(decoding.input_ids), len(prompts.input_ids)
         most = max(bucket.num_rows, num_before + num_rows)
-        if len(prompts.sequences) > MOST_SEQUENCES or most > self._sizes[-1]:
+        if len(prompts.sequences) > MOST_SEQUENCES or most > self.sizes[-1]:
             return None
         captured = self._prepare(self._fit(most), beside=True)
         host, beside = captured.inputs.next_host(), self._beside.next_host()
@@ -117,20 +105,20 @@ class PromptPass:
         for name in ("positions", "slots"):
             host[name][:num_before] = beside[name][:num_before]
         captured.inputs.send(self._fill(host, prompts, num_before))
-        self._buffers.features.version += 1
+        self.buffers.features.version += 1
         captured.replay()
         own = slice(num_before, num_before + num_rows)
         return self._hidden[own].clone(), self._features[own].clone()
 
     def capture_all(self) -> None:
         """Capture every size, the largest first, so that smaller ones reuse its memory."""
-        for size in reversed(self._sizes):
+        for size in reversed(self.sizes):
             self._prepare(size)
             if self._decoding.num_seqs > 1:  # else nobody decodes beside a prompt
                 self._prepare(size, beside=True)
 
     def _fit(self, num_rows: int) -> int:
-        return self._sizes[bisect_left(self._sizes, num_rows)]
+        return self.sizes[bisect_left(self.sizes, num_rows)]
 
     def _replay(self, step_input: StepInput) -> tuple[Tensor, Tensor]:
         num_rows = len(step_input.input_ids)
@@ -162,18 +150,18 @@ class PromptPass:
                 "spans": Field((MOST_SEQUENCES, 4), torch.int32),  # padding has no rows
                 "blocks": Field((MOST_SEQUENCES * room.max_blocks,), torch.int32, in_part=True),
             }
-            self._inputs[size] = StagedInputs(fields, self._capturer.device)
+            self._inputs[size] = StagedInputs(fields, self.capturer.device)
         if (size, beside) not in self._passes:
             inputs = self._inputs[size]
             for given in (inputs, self._beside):  # a capture runs on what they hold: on padding
                 given.next_host()
                 given.send()
             compute = self._compute_beside if beside else self._compute
-            self._passes[size, beside] = Captured(inputs, self._capturer.capture(lambda: compute(inputs.on_device)))
+            self._passes[size, beside] = Captured(inputs, self.capturer.capture(lambda: compute(inputs.on_device)))
         return self._passes[size, beside]
 
     def _compute(self, inputs: Mapping[str, Tensor]) -> None:
-        attention = KernelAttention(self._cache.cache, inputs["slots"], self._rows(inputs), self._attend)
+        attention = KernelAttention(self.cache.cache, inputs["slots"], self._rows(inputs), self.attend)
         self._run(inputs["input_ids"], inputs["positions"], attention)
 
     def _compute_beside(self, inputs: Mapping[str, Tensor]) -> None:
@@ -185,24 +173,24 @@ class PromptPass:
         def attend(
             query: Tensor, keys: Tensor, values: Tensor, rows: tuple[PagedRows, PackedRows], scores: ScoreRule = PLAIN
         ) -> Tensor:
-            behind = rows[1]._replace(out=self._cache.attend(query, keys, values, rows[0], scores))
-            return self._attend(query, keys, values, behind, scores)
+            behind = rows[1]._replace(out=self.cache.attend(query, keys, values, rows[0], scores))
+            return self.attend(query, keys, values, behind, scores)
 
-        drafted = self._buffers.drafts.tokens_or(input_ids[:most], given["sources"][:most])
+        drafted = self.buffers.drafts.tokens_or(input_ids[:most], given["sources"][:most])
         input_ids = torch.cat([drafted, input_ids[most:]])
-        attention = KernelAttention(self._cache.cache, inputs["slots"], (few, self._rows(inputs)), attend)
+        attention = KernelAttention(self.cache.cache, inputs["slots"], (few, self._rows(inputs)), attend)
         hidden, features = self._run(input_ids, inputs["positions"], attention)
         # The judge reads rows behind those that decode: nothing of a prompt's may be in them.
-        self._buffers.hidden[:most].copy_(hidden[:most].masked_fill((few.visible == 0)[:, None], 0.0))
-        if self._capture:
-            self._buffers.features.rows[:most].copy_(features[:most])
+        self.buffers.hidden[:most].copy_(hidden[:most].masked_fill((few.visible == 0)[:, None], 0.0))
+        if self.capture:
+            self.buffers.features.rows[:most].copy_(features[:most])
 
     def _rows(self, inputs: Mapping[str, Tensor]) -> PackedRows:
         return PackedRows(inputs["spans"], inputs["blocks"], 0, self._room.block_size)
 
     def _run(self, input_ids: Tensor, positions: Tensor, attention: CacheAttention) -> tuple[Tensor, Tensor]:
-        hidden, features = self._decoder.run(input_ids, positions, attention, self._capture)
+        hidden, features = self.decoder.run(input_ids, positions, attention, self.capture)
         self._hidden[: len(hidden)].copy_(hidden)
-        if self._capture:
+        if self.capture:
             self._features[: len(hidden)].copy_(features)
         return hidden, features

@@ -33,13 +33,13 @@ class DeviceChecks:
     terms: Terms | None
 
 
+@dataclass
 class CheckedSampler:
     """Samples, checks the invariants of every result, and in some steps takes the terms of the self-checks; the
     invariants `draw` and `resolution` need those."""
 
-    def __init__(self, sampler: Sampler, self_check: SelfCheck) -> None:
-        self.sampler = sampler
-        self.self_check = self_check
+    sampler: Sampler
+    self_check: SelfCheck
 
     def sample(
         self,

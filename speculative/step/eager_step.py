@@ -6,7 +6,6 @@ from itertools import accumulate
 
 import numpy as np
 
-from speculative.config import EngineConfig
 from speculative.drafting.base import Drafter, DraftOutput, constrain
 from speculative.state.batch import Batch, Entry, SequenceResult, StepOutcome, build_step_input
 from speculative.state.token_constraint import Bools
@@ -29,26 +28,15 @@ class Proposal:
     without_q: frozenset[int]
 
 
+@dataclass
 class EagerStep:
-    """Drafts, runs the target, verifies and scores; 4 to 11 copies to the host end it.
+    """Drafts, runs the target, verifies and scores; 4 to 11 copies to the host end it."""
 
-    Args:
-        config: of the engine.
-        runner: the target and its cache.
-        drafter: of the engine.
-        sampler: of the engine.
-        scorer: of the engine.
-    """
-
-    def __init__(
-        self, config: EngineConfig, runner: ModelRunner, drafter: Drafter, sampler: CheckedSampler, scorer: PromptScorer
-    ) -> None:
-        self.runner = runner
-        self.drafter = drafter
-        self.sampler = sampler
-        self.scorer = scorer
-        self._config = config
-        self._search = TreeSearch(runner, sampler.sampler, config.block_size)
+    runner: ModelRunner
+    drafter: Drafter
+    sampler: CheckedSampler
+    scorer: PromptScorer
+    block_size: int
 
     def takes(self, entries: Sequence[Entry]) -> list[bool]:
         """All of them; on a GPU, whose memory the cache has, as many as have their rows verified together."""
@@ -70,10 +58,11 @@ class EagerStep:
         del beside  # there is no later step
         draft, masks = drafts.draft, drafts.masks
         if draft.trees is None:
-            step_input = build_step_input(batch.entries, draft.counts, draft.token_ids, self._config.block_size)
+            step_input = build_step_input(batch.entries, draft.counts, draft.token_ids, self.block_size)
             hidden, features, logits = compute(self.runner, step_input, self.drafter.capture)
         else:
-            found = self._search.run(batch, draft, self.drafter.capture)
+            search = TreeSearch(self.runner, self.sampler.sampler, self.block_size)
+            found = search.run(batch, draft, self.drafter.capture)
             draft, masks, step_input, (hidden, features, logits) = found
         # Before the scorer, whose `logits_again` reads these features, and before `commit` moves the first position.
         self.drafter.observe(batch, step_input, features)

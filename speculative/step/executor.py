@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any, Protocol
 
@@ -29,18 +29,16 @@ class Step(Protocol):
         ...
 
 
+@dataclass
 class StepExecutor:
     """The steps of an engine in order of preference; the last one takes every entry.
 
-    Args:
-        steps: tried in this order.
-        stats: gets the seconds of drafting and of verification. Where the device works behind the host's back,
-            drafting is counted with verification, which waits for it.
+    stats: gets the seconds of drafting and of verification. Where the device works behind the host's back, drafting is
+        counted with verification, which waits for it.
     """
 
-    def __init__(self, steps: tuple[Step, ...], stats: StepStats) -> None:
-        self.steps = steps
-        self._stats = stats
+    steps: tuple[Step, ...]
+    stats: StepStats
 
     def run(self, batch: Batch) -> StepOutcome:
         """Draft, forward, verify, sample: entries that only a later step takes come behind the others."""
@@ -57,6 +55,6 @@ class StepExecutor:
         drafts = step.draft(batch)
         draft_s = time.perf_counter() - started
         outcome = replace(step.verify(batch, drafts, beside), step_s=time.perf_counter() - started)
-        self._stats.draft_s += draft_s
-        self._stats.verify_s += outcome.step_s - draft_s
+        self.stats.draft_s += draft_s
+        self.stats.verify_s += outcome.step_s - draft_s
         return outcome

@@ -1,6 +1,7 @@
 """Scores known tokens: the logprobs of a prompt, and of the tokens of a finished answer that is replayed."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,21 +21,13 @@ ROWS_AT_ONCE = 64
 """Rows over the vocabulary that are computed together where memory is short."""
 
 
+@dataclass
 class PromptScorer:
-    """Scores the known tokens of sequences that ask for it, in the logprobs mode of the engine.
+    """Scores the known tokens of sequences that ask for it, in the logprobs mode of the engine."""
 
-    Args:
-        mode: of the logprobs of prompts; replayed tokens have raw ones.
-        sampler: of the engine; its end tokens and vocabulary operations serve replays.
-        constraint_of: compiles the structure of a request; None where it has none.
-    """
-
-    def __init__(
-        self, mode: LogprobsMode, sampler: Sampler, constraint_of: Callable[[Request], TokenConstraint | None]
-    ) -> None:
-        self._mode = mode
-        self._sampler = sampler
-        self._constraint_of = constraint_of
+    mode: LogprobsMode  # of the logprobs of prompts; replayed tokens have raw ones
+    sampler: Sampler  # its end tokens and vocabulary operations serve replays
+    constraint_of: Callable[[Request], TokenConstraint | None]  # compiles the structure of a request, if it has one
 
     def score(
         self, entry: Entry, row_start: int, hidden: Tensor, runner: ModelRunner, drafter: Drafter
@@ -52,7 +45,7 @@ class PromptScorer:
         wanted = sequence.scored_positions
         begin = max(wanted.start - 1, sequence.num_computed)
         end = min(wanted.stop - 1, sequence.num_computed + entry.num_known)
-        mode = "raw_logprobs" if sequence.scores_only else self._mode
+        mode = "raw_logprobs" if sequence.scores_only else self.mode
         num_top = sequence.params.prompt_logprobs or 0
         offset = row_start - sequence.num_computed
         logprobs: list[TokenLogprobs] = []
@@ -71,10 +64,10 @@ class PromptScorer:
                 for row, (token, own) in enumerate(zip(token_ids, own_ids, strict=True))
             )
             if sequence.scores_only:
-                constraint = self._constraint_of(sequence.request)
-                known = (sequence.request, start + 1, constraint, self._sampler.eos_token_ids)
+                constraint = self.constraint_of(sequence.request)
+                known = (sequence.request, start + 1, constraint, self.sampler.eos_token_ids)
                 draft_logits = _draft_logits(drafter, sequence, start + 1, stop + 1)
-                replayed.extend(replayed_tokens(logits, *known, self._sampler.ops, draft_logits))
+                replayed.extend(replayed_tokens(logits, *known, self.sampler.ops, draft_logits))
         return tuple(logprobs), tuple(replayed)
 
 

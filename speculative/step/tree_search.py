@@ -42,32 +42,25 @@ class Found(NamedTuple):
     computed: TargetOutput
 
 
-class TreeSearch:
-    """Computes a step whose drafts are trees.
+class TreeSearch(NamedTuple):
+    """Computes a step whose drafts are trees."""
 
-    Args:
-        runner: the target and its cache.
-        sampler: of the engine; it chooses tokens.
-        block_size: tokens a block.
-    """
-
-    def __init__(self, runner: ModelRunner, sampler: Sampler, block_size: int) -> None:
-        self._runner = runner
-        self._sampler = sampler
-        self._block_size = block_size
+    runner: ModelRunner
+    sampler: Sampler  # chooses tokens
+    block_size: int
 
     def run(self, batch: Batch, draft: DraftOutput, capture: tuple[int, ...]) -> Found:
         """Run the target, find each tree's path, and put its keys and values where those of its positions belong."""
         assert draft.trees is not None
-        rows = TreeInput.build(batch.entries, draft.trees, draft.token_ids, self._block_size)
-        hidden, features, logits = compute(self._runner, rows, capture)
+        rows = TreeInput.build(batch.entries, draft.trees, draft.token_ids, self.block_size)
+        hidden, features, logits = compute(self.runner, rows, capture)
         drafts = draft.per_entry()
         paths = self._find_paths(batch.entries, draft.trees, drafts, logits)
         # Behind the last accepted draft follow first candidates: the one that was rejected, and those behind it.
         whole = [tree.to_leaf(path) for tree, path in zip(draft.trees, paths, strict=True)]
-        sources, targets = (torch.from_numpy(slots).to(self._runner.device) for slots in rows.moves(whole))
+        sources, targets = (torch.from_numpy(slots).to(self.runner.device) for slots in rows.moves(whole))
         if len(sources):
-            self._runner.cache.move(sources, targets)
+            self.runner.cache.move(sources, targets)
         said = [[own[node - 1] for node in path] for own, path in zip(drafts, whole, strict=True)]
         step_input, kept = rows.along(batch.entries, whole)
         judged = np.searchsorted(rows.verify_rows, kept[step_input.verify_rows])
@@ -96,4 +89,4 @@ class TreeSearch:
     def _choose(self, entries: Entries[Entry], said: Entries[list[int]], logits: Tensor) -> list[int]:
         allowed = allowed_masks(Batch(tuple(entries)), said)
         masks = [allowed[index][-1] if index in allowed else None for index in range(len(entries))]
-        return self._sampler.choose([entry.sequence for entry in entries], said, masks, logits).tolist()
+        return self.sampler.choose([entry.sequence for entry in entries], said, masks, logits).tolist()
