@@ -305,7 +305,6 @@ class ReplyParser(Protocol):
 
     def push(self, text: str, token_ids: Sequence[int], *, last: bool) -> ParsedDelta:
         """Return what the next part of the text says; `last` = it ends here."""
-        ...
 
 
 class Reading(Protocol):
@@ -318,7 +317,6 @@ class Reading(Protocol):
 
     def parser(self) -> ReplyParser:
         """A parser of one answer."""
-        ...
 
 
 class Parsers(Protocol):
@@ -330,7 +328,6 @@ class Parsers(Protocol):
     def reading(self, chat: ChatPrompt, prompt: Sequence[int]) -> Reading:
         """Return how answers to a conversation are to be read, whose prompt has these tokens. Raises InvalidRequest:
         the parser cannot do what is asked."""
-        ...
 
 
 FEW_STREAMS, FEW_BESIDE_A_GPU = 4, 16
@@ -364,11 +361,9 @@ class Backend(Protocol):
 
     async def start(self) -> ModelInfo:
         """Load and warm up; returns when requests may come."""
-        ...
 
     async def stop(self) -> None:
         """Abort what runs and let everything go."""
-        ...
 
     async def check(self, request: Request) -> None:
         """Refuse a request before anything waits for it.
@@ -377,7 +372,6 @@ class Backend(Protocol):
             InvalidRequest: it can never be served.
             EngineFault: the engine does not run.
         """
-        ...
 
     def generate(self, request: Request, emitted: Sequence[int] = ()) -> AsyncGenerator[TokenDelta, None]:
         """Prefill and decode here. Closing the iterator aborts the request and frees what it held.
@@ -385,7 +379,6 @@ class Backend(Protocol):
         `emitted` are tokens that another engine has already emitted for it: they are computed again, are not repeated
         in the deltas, and generation goes on after them.
         """
-        ...
 
     async def prefill(self, request: Request, *, first_token: bool) -> Prefilled:
         """Compute the prompt and hand it off.
@@ -393,33 +386,26 @@ class Backend(Protocol):
         With `first_token` the first token is sampled here and is the handoff's pending token; without it the last
         prompt token stays pending, so that several choices with seeds of their own may go on from one handoff.
         """
-        ...
 
     def resume(self, request: Request, handoff: Handoff) -> AsyncGenerator[TokenDelta, None]:
         """Go on from a handoff. The deltas do not repeat what the prefill emitted. Raises HandoffRefused: the handoff
         is damaged or belongs to another model, build or request."""
-        ...
 
     def abort(self, request_id: str) -> None:
         """End a running request; its stream ends with a last delta (`FinishReason.ABORT`)."""
-        ...
 
     async def replay(self, request: Request) -> Replayed:
         """Compute a teacher-forced request (`score_from`), on fresh KV and without speculation."""
-        ...
 
     def set_speculation(self, speculation: Speculation) -> None:
         """Set which requests may draft from now on. Running requests go on, and their distribution does not change."""
-        ...
 
     def invalidate_cache(self) -> None:
         """Drop what was computed, as if it were damaged: running requests are computed again, the prefix cache is
         empty, and the self-checks start again."""
-        ...
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache: nothing that was computed before is found again. Running requests go on."""
-        ...
 
     async def load_weights(self, source: str, drafter: str | None = None) -> str:
         """Load other weights of the same model beside those that are served, in place of any loaded so before.
@@ -434,49 +420,39 @@ class Backend(Protocol):
         Raises:
             ConfigError: they cannot be had, are damaged, or are of another model.
         """
-        ...
 
     async def switch_weights(self, version: str) -> ModelInfo:
         """Go on with the weights loaded last. Nothing that the old ones computed is kept; requests that run are
         computed again from their tokens."""
-        ...
 
     def drop_weights(self) -> None:
         """Let go of weights that were loaded and are not to be served."""
-        ...
 
     async def pause(self, mode: PauseMode) -> None:
         """Begin no request from now on; returns when none runs any more, or with `keep` when none moves.
 
         What comes in the meantime waits. Cancelled, it goes on as if it had not been paused.
         """
-        ...
 
     async def unpause(self) -> None:
         """Go on, with what stood still and with what came meanwhile."""
-        ...
 
     def usage(self) -> EngineUsage:
         """Return what the engine holds right now."""
-        ...
 
     def cached_blocks(self, most: int) -> list[bytes]:
         """Names of the blocks in the prefix cache (`speculative.state.prefix`), the newest last, at most so many."""
-        ...
 
     def take_stats(self) -> StepStats:
         """Counts since the last call."""
-        ...
 
     def self_checks(self) -> tuple[CheckState, ...]:
         """Return how the engine's self-checks stand; none where it has none."""
-        ...
 
     def check_health(self) -> None:
         """Raises:
         EngineFault: the engine thread died or stands still.
         """
-        ...
 
 
 def taken_in(request_id: str) -> TokenDelta:
@@ -501,8 +477,6 @@ class TokenSource(Protocol):
         The deltas of all requests come interleaved, each request's in order. Closing the generator (`aclose`, or
         cancelling the task that waits in it) aborts every request that still runs.
         """
-        ...
 
     async def abort(self, request_id: str) -> None:
         """End one of the requests; the others go on. What it still emits is ignored. It may have ended already."""
-        ...

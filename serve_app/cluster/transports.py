@@ -17,11 +17,9 @@ class HandoffTransport(Protocol):
     async def pack(self, handoff: Handoff) -> Any:
         """Make a handoff ready to travel as part of a prefill replica's reply; only the same transport understands
         it."""
-        ...
 
     async def unpack(self, payload: Any) -> Handoff:
         """The handoff, byte for byte. Raises ConnectionError: it did not arrive."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

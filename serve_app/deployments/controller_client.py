@@ -51,11 +51,9 @@ class Pending(Protocol[R_co]):
 
     def __await__(self) -> Generator[Any, Any, R_co]:
         """The controller's answer."""
-        ...
 
     def result(self, *, timeout_s: float | None = None) -> R_co:
         """The controller's answer, where no loop runs. Raises TimeoutError."""
-        ...
 
 
 class Call(Generic[P, R]):

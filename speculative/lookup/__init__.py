@@ -14,8 +14,6 @@ class Lookup(Protocol):
 
     def draft(self, sequence: Sequence, max_drafts: int) -> list[int]:
         """At most `max_drafts` token ids to follow the sequence's; also called with 0."""
-        ...
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept about a request that has left."""
-        ...

@@ -24,7 +24,6 @@ class TokenConstraint(Protocol):
         The list ends with the first draft that is not allowed, so it has 1 to len(drafts) + 1 elements. `output` only
         grows from call to call, and was emitted under these masks.
         """
-        ...
 
 
 ConstraintMaker = Callable[[Structure], TokenConstraint]

@@ -15,18 +15,15 @@ class Step(Protocol):
 
     def takes(self, entries: Sequence[Entry]) -> list[bool]:
         """Return which of them it can compute together; it is asked again for the others."""
-        ...
 
     def draft(self, batch: Batch) -> Any:
         """Return what was drafted, in the form that its own `verify` takes."""
-        ...
 
     def verify(self, batch: Batch, drafts: Any, beside: Sequence[Entry] = ()) -> StepOutcome:
         """Run the target, verify and sample, and copy the results to the host.
 
         beside: the entries left to later steps, whose rows may be computed in the same pass.
         """
-        ...
 
 
 @dataclass
