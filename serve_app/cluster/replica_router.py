@@ -92,15 +92,13 @@ def _short_names(reported: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(reported) // _NAME_BYTES}Q", reported)
 
 
+@dataclass(eq=False)
 class PrefixBook:
-    """The knowledge of a router about the prefixes that replicas have cached, and the prompts sent to them.
+    """The knowledge of a router about the prefixes that replicas have cached, and the prompts sent to them."""
 
-    Args:
-        block_size: tokens a block.
-    """
+    block_size: int
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __post_init__(self) -> None:
         self._reported: dict[str, tuple[bytes, frozenset[int]]] = {}
         self._sent: dict[str, OrderedDict[int, None]] = {}
         self._backlog: dict[str, int] = {}  # as reported
@@ -158,23 +156,21 @@ class PrefixBook:
         sent = self._sent.get(replica, OrderedDict[int, None]())
         for index in reversed(range(len(names))):
             if names[index] in reported or names[index] in sent:
-                return (index + 1) * self._block_size
+                return (index + 1) * self.block_size
         return 0
 
     def _names(self, token_ids: Sequence[int], scope: str) -> tuple[int, ...]:
-        chain = block_chain(token_ids, self._block_size, of=scope)
+        chain = block_chain(token_ids, self.block_size, of=scope)
         return _short_names(b"".join(name[:_NAME_BYTES] for name in chain))
 
 
+@dataclass(eq=False)
 class _Calls:
-    """Identifies the calls of a router. Serve's ids do not: all calls from within one HTTP request share one.
+    """Identifies the calls of a router. Serve's ids do not: all calls from within one HTTP request share one."""
 
-    Args:
-        over: called for each call that has ended, or was never sent.
-    """
+    over: Callable[[int], object]  # called for each call that has ended, or was never sent
 
-    def __init__(self, over: Callable[[int], object]) -> None:
-        self._over = over
+    def __post_init__(self) -> None:
         self._calls: dict[int, tuple[int, Any]] = {}  # by the pending request's `id`, which is its own while it lives
         self._num_calls = 0
 
@@ -184,7 +180,7 @@ class _Calls:
         if known is not None:
             return known[0]
         self._num_calls += 1
-        call, key, calls, over = self._num_calls, id(pending), self._calls, self._over
+        call, key, calls, over = self._num_calls, id(pending), self._calls, self.over
 
         def dropped(_: object) -> None:
             if key in calls:
@@ -198,7 +194,7 @@ class _Calls:
         """A replica has taken the call; it is over when its result arrives, which may be at once."""
         call = self.of(pending)
         del self._calls[id(pending)]
-        result.add_done_callback(lambda _: self._over(call))
+        result.add_done_callback(lambda _: self.over(call))
 
 
 class _Ranking(ConsistentHashRouter):

@@ -37,16 +37,14 @@ class _Update:
     refusal: str = ""  # set when it is called off
 
 
+@dataclass(eq=False)
 class WeightCoordinator:
-    """Decides for the whole app. Bound to one asyncio loop.
+    """Decides for the whole app. Bound to one asyncio loop."""
 
-    Args:
-        clock: monotonic seconds.
-    """
+    clock: Callable[[], float] = time.monotonic
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._began_at = clock()
+    def __post_init__(self) -> None:
+        self._began_at = self.clock()
         self._serve = CONFIGURED
         self._mode = PauseMode.WAIT
         self._paused: PauseMode | None = None
@@ -59,7 +57,7 @@ class WeightCoordinator:
 
     def on_heartbeat(self, name: str, status: WeightsStatus) -> DesiredState:
         """Take in where a replica stands, and say what it is to come to."""
-        self._members[name] = _Member(status, self._clock())
+        self._members[name] = _Member(status, self.clock())
         update = self._update
         if status.serving.number > self._serve.number and (update is None or not self._decided(update)):
             self._serve = status.serving  # this coordinator is new; the replica knows what the last one decided
@@ -200,17 +198,17 @@ class WeightCoordinator:
 
     async def _first_reports(self) -> None:
         """Wait until the replicas have reported what the last coordinator decided."""
-        while self._clock() < self._began_at + _FIRST_REPORTS_S:
+        while self.clock() < self._began_at + _FIRST_REPORTS_S:
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _until(self, holds: Callable[[], bool], timeout_s: float) -> bool:
         """Return whether it came to hold in time. What members say changes between two looks."""
-        deadline = self._clock() + timeout_s
+        deadline = self.clock() + timeout_s
         while True:
             self._decide()
             if self._members and holds():
                 return True
-            if self._clock() >= deadline:
+            if self.clock() >= deadline:
                 return False
             await asyncio.sleep(_LOOK_EVERY_S)
 
@@ -218,4 +216,4 @@ class WeightCoordinator:
         return [one for one in self._members.values() if self._heard(one)]
 
     def _heard(self, member: _Member) -> bool:
-        return member.reported_at > self._clock() - _SILENT_AFTER_S
+        return member.reported_at > self.clock() - _SILENT_AFTER_S

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +36,16 @@ from speculative.errors import EngineFault
 _logger = logging.getLogger("truespec.serve")
 
 
+@dataclass(eq=False)
 class HttpFront:
-    """Answers HTTP in a replica: the front end over a source of tokens.
+    """Answers HTTP in a replica: the front end over a source of tokens."""
 
-    Args:
-        runtime: of the replica.
-        reporter: sends its counts before they are read.
-        ended: is called with each request that came to its end.
-    """
+    runtime: ReplicaRuntime
+    reporter: Reporter  # sends its counts before they are read
+    ended: Callable[[Record], None] = lambda record: None  # called with each request that came to its end
 
-    def __init__(
-        self, runtime: ReplicaRuntime, reporter: Reporter, ended: Callable[[Record], None] = lambda record: None
-    ) -> None:
-        self._runtime = runtime
-        self._config = runtime.config
-        self._reporter = reporter
-        self._ended = ended
+    def __post_init__(self) -> None:
+        self._config = self.runtime.config
         self._front_end: FrontEnd | None = None
         if self._config.vllm.has_parsers:  # before an engine is loaded for minutes
             from serve_app.backends.vllm_parts.parsers import check_names
@@ -62,7 +57,7 @@ class HttpFront:
         if keys_file is None:
             _logger.info("no access.keys_file is set: anyone who can reach this service may use it")
         else:
-            metrics = runtime.metrics
+            metrics = self.runtime.metrics
 
             def reloaded(well: bool) -> None:
                 metrics.count("truespec_key_file_reloads_total", result="ok" if well else "failed")
@@ -75,7 +70,7 @@ class HttpFront:
         self._access = Access(None if keys is None else keys.find, token)
         self._admin: Admin | None = None
         if self._access.has_admin:
-            controller, rehearse = runtime.controller, self._rehearse if self._config.guard.rehearsal else None
+            controller, rehearse = self.runtime.controller, self._rehearse if self._config.guard.rehearsal else None
             self._admin = Admin(controller.statuses, self._order, controller.weights, rehearse)
 
     def open(self, tokens: TokenSource, records: Records, info: ModelInfo, *, num_engines: int = 1) -> None:
@@ -93,13 +88,13 @@ class HttpFront:
             self._config.replays_show_distribution(info.folder, info.device_bytes),
             OwnReader(info, tokenizer, parsers).answers,
             self._submit,
-            self._runtime.check,
+            self.runtime.check,
             replay.verify_timeout_s,
             limits.request_timeout_s,
         )
 
         def request_ended(record: Record, checked: bool) -> None:
-            self._ended(record)
+            self.ended(record)
             if checked:
                 self._checks.ended(record)
 
@@ -107,7 +102,7 @@ class HttpFront:
         most = limits.max_ongoing_requests * num_engines
         source = ObservedSource(
             tokens,
-            self._runtime.metrics,
+            self.runtime.metrics,
             records,
             select=self._checks.select,
             ended=request_ended,
@@ -150,7 +145,7 @@ class HttpFront:
         """The HTTP application of this replica; `check_health` raises where it cannot serve."""
         if self._front_end is None:
             raise EngineFault("The replica is not started.")
-        controller, engine = self._runtime.controller, self._config.engine
+        controller, engine = self.runtime.controller, self._config.engine
         model = {
             "model": self._config.model.source,
             "served_model_name": self._config.model.served_name,
@@ -171,13 +166,13 @@ class HttpFront:
             admin=self._admin,
             gate=Gate(
                 self._access,
-                self._runtime.metrics,
+                self.runtime.metrics,
                 open_metrics=self._config.access.open_metrics,
                 open_health=self._config.access.open_health,
                 open_trainer_api=self._config.admin.open_trainer_api,
                 cors_origins=self._config.access.cors_origins,
             ),
-            tracing=self._runtime.tracing,
+            tracing=self.runtime.tracing,
         )
         add_page(app, StatusFeed(self.status, controller.status_history))
         return app
@@ -185,7 +180,7 @@ class HttpFront:
     async def status(self) -> dict[str, Any]:
         """Return what the status page shows of the whole app; the quantization is that of the model as it is served
         here."""
-        reported = await self._runtime.controller.status()
+        reported = await self.runtime.controller.status()
         quantization = None
         if self._front_end is not None:
             quantization = self._front_end.model(self._config.model.served_name)["quantization"]
@@ -193,22 +188,22 @@ class HttpFront:
 
     async def exposition(self) -> tuple[bytes, str]:
         """The whole app's metrics, this replica's newest counts included."""
-        await self._reporter.report()
-        return await self._runtime.controller.exposition()
+        await self.reporter.report()
+        return await self.runtime.controller.exposition()
 
     async def verdict(self, reply_id: str) -> dict[str, Any] | None:
         """Return what is known of a reply, this replica's newest ones included."""
-        await self._reporter.report()
-        return await self._runtime.controller.verdict(reply_id)
+        await self.reporter.report()
+        return await self.runtime.controller.verdict(reply_id)
 
     async def _order(self, wanted: SpeculationOrder) -> Statuses:
-        reported = await self._runtime.controller.order(Mode(wanted.mode), wanted.replica)
+        reported = await self.runtime.controller.order(Mode(wanted.mode), wanted.replica)
         if reported is None:
             raise UnknownReplica(f"There is no replica {wanted.replica!r}; GET /admin/speculation lists them.")
         return reported
 
     async def _rehearse(self, wanted: RehearsalOrder) -> Statuses:
-        reported = await self._runtime.controller.rehearse(wanted.replica)
+        reported = await self.runtime.controller.rehearse(wanted.replica)
         if reported is None:
             raise UnknownReplica(
                 "No replica of that name can rehearse now. It must decode, its breaker be closed and in mode auto, "
@@ -217,13 +212,13 @@ class HttpFront:
         return reported
 
     def _submit(self, answer: Answer, reply_bytes: str) -> None:
-        self._runtime.metrics.count("truespec_replays_requested_total", bytes=reply_bytes)
-        self._runtime.spawn(self._submit_soon(answer, carried()))
+        self.runtime.metrics.count("truespec_replays_requested_total", bytes=reply_bytes)
+        self.runtime.spawn(self._submit_soon(answer, carried()))
 
     async def _submit_soon(self, answer: Answer, client: Carried) -> None:
         adopt(client)
         try:
-            await self._runtime.controller.submit(answer)
+            await self.runtime.controller.submit(answer)
         except (RayError, RayServeException) as error:
-            self._runtime.metrics.count("truespec_replays_total", result="failed")
+            self.runtime.metrics.count("truespec_replays_total", result="failed")
             _logger.warning("%s could not be submitted for replay: %s", answer.request.request_id, error)

@@ -7,7 +7,7 @@ them.
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -54,30 +54,26 @@ def usual_sizes(num_rows: int) -> list[EditSizes]:
     return [EditSizes(own) for own in masks]
 
 
+@dataclass(eq=False)
 class LogitEdits:
-    """The edits of captured steps: their inputs, by size, and what applies them.
+    """The edits of captured steps: their inputs, by size, and what applies them."""
 
-    Args:
-        largest: rows and sequences of the largest step.
-        vocab_size: of the target.
-        device: of the steps.
-        edit: what applies them.
-    """
-
-    def __init__(self, largest: Bucket, vocab_size: int, device: torch.device, edit: EditLogits) -> None:
-        self._largest, self._vocab_size, self._device, self._edit = largest, vocab_size, device, edit
-        self._inputs: dict[EditSizes, StagedInputs] = {}
+    largest: Bucket  # rows and sequences of the largest step
+    vocab_size: int
+    device: torch.device
+    edit: EditLogits
+    _inputs: dict[EditSizes, StagedInputs] = field(default_factory=dict)
 
     def prepare(self, sizes: EditSizes) -> None:
         """Make room for edits of that size, before anything that applies them is captured."""
         if sizes in self._inputs:
             return
-        rows, entries, cells = (self._largest.num_rows,), (self._largest.num_seqs,), (sizes.num_cells,)
-        num_masks = min(sizes.num_masks, self._largest.num_rows)
+        rows, entries, cells = (self.largest.num_rows,), (self.largest.num_seqs,), (sizes.num_cells,)
+        num_masks = min(sizes.num_masks, self.largest.num_rows)
         fields = {
             "mask_of_row": Field(rows, torch.int32, -1),
-            "masks": Field((num_masks, -(-self._vocab_size // 32)), torch.int32),
-            "biased_rows": Field(cells, torch.int32, self._largest.num_rows),
+            "masks": Field((num_masks, -(-self.vocab_size // 32)), torch.int32),
+            "biased_rows": Field(cells, torch.int32, self.largest.num_rows),
             "biased_tokens": Field(cells, torch.int32),
             "biases": Field(cells, torch.float32),
             "starts": Field((entries[0] + 1,), torch.int32),
@@ -88,7 +84,7 @@ class LogitEdits:
             "frequency": Field(entries, torch.float64),
             "presence": Field(entries, torch.float64),
         }
-        self._inputs[sizes] = StagedInputs(fields, self._device)
+        self._inputs[sizes] = StagedInputs(fields, self.device)
 
     def send(self, edits: "StepEdits") -> None:
         """Bring a step's edits to the device."""
@@ -103,7 +99,7 @@ class LogitEdits:
         used = {"mask_of_row": num_rows, "starts": num_entries + 1}
         used |= dict.fromkeys(("repetition", "frequency", "presence"), num_entries)
         fields = EditFields(**{name: given[name][: used.get(name)] for name in EditFields._fields})
-        return self._edit(logits, rows, fields, self._largest.num_queries - 1)
+        return self.edit(logits, rows, fields, self.largest.num_queries - 1)
 
 
 # -- on the host ----------------------------------------------------------------------------------------------------
