@@ -70,31 +70,21 @@ ENVIRONMENT = {  # unless set otherwise
 }
 
 
+@dataclasses.dataclass(eq=False)
 class VllmBackend:
     """Runs vLLM's `AsyncLLM`.
 
-    Args:
-        source: a model folder, a catalogue name, or a hub id.
-        model_name: the name clients use.
-        settings: how vLLM is set up.
-        replayer: an engine of our own that replays in vLLM's place.
-        only_known: whether vLLM replays where our engine does not know the model; else that is an error.
+    only_known: whether vLLM replays where our engine does not know the model; else that is an error.
     """
 
-    def __init__(
-        self,
-        source: str,
-        model_name: str,
-        settings: VllmSettings,
-        replayer: Backend | None = None,
-        *,
-        only_known: bool = False,
-    ) -> None:
-        self._source = source
-        self._model_name = model_name
-        self._settings = settings
-        self._replayer = replayer
-        self._only_known = only_known
+    source: str  # a model folder, a catalogue name, or a hub id
+    model_name: str  # that clients use
+    settings: VllmSettings
+    replayer: Backend | None = None  # an engine of our own that replays in vLLM's place
+    _: dataclasses.KW_ONLY
+    only_known: bool = False
+
+    def __post_init__(self) -> None:
         self._llm: Any = None
         self._device, self._device_bytes = "", 0
         self._live = 0  # requests under way
@@ -110,11 +100,11 @@ class VllmBackend:
         self._readings = Readings()
         self._adapters = Adapters({})
         self._keeps_draws = False  # whether the referee can make vLLM's draws again
-        self._self_check = SelfCheck(settings.self_check_sample_rate)
+        self._self_check = SelfCheck(self.settings.self_check_sample_rate)
 
     async def start(self) -> ModelInfo:
         """Start vLLM's process, and wait until it has loaded the model."""
-        version = settings.installed_version(allow_untested=self._settings.allow_untested)
+        version = settings.installed_version(allow_untested=self.settings.allow_untested)
         if not settings.is_tested(version):
             _logger.warning(
                 "vLLM %s has not been tested for known faults (%s was): all workarounds stay on, every step is "
@@ -122,26 +112,26 @@ class VllmBackend:
                 version,
                 TESTED,
             )
-            self._settings = dataclasses.replace(self._settings, self_check_sample_rate=1.0)
+            self.settings = dataclasses.replace(self.settings, self_check_sample_rate=1.0)
             self._self_check = SelfCheck(1.0)
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         with naming("model.source"):
-            self._folder = await asyncio.to_thread(resolve_model, self._source)
+            self._folder = await asyncio.to_thread(resolve_model, self.source)
             checkpoint.check_rotary(self._folder)
             await asyncio.to_thread(checkpoint.check_lm_head, self._folder)
             self._ends = tuple(end_tokens(self._folder))
         self._device, self._device_bytes = await asyncio.to_thread(
-            _device, settings.ranks_of(self._settings.engine_args).by_ray
+            _device, settings.ranks_of(self.settings.engine_args).by_ray
         )
-        if self._replayer is not None:
+        if self.replayer is not None:
             await asyncio.to_thread(self._make_room_for_replays)
-        drafter = self._settings.engine.drafter
+        drafter = self.settings.engine.drafter
         self._drafter_folder = None
         if drafter.model is not None:
             with naming("drafter.model"):
                 self._drafter_folder = await asyncio.to_thread(resolve_model, drafter.model, SHIPPED_HEADS)
-        self._adapters = await asyncio.to_thread(read_adapters, self._settings.lora_modules, self._folder)
+        self._adapters = await asyncio.to_thread(read_adapters, self.settings.lora_modules, self._folder)
         self._scratch = await asyncio.to_thread(Scratch, Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None)
         try:
             self._llm = await asyncio.to_thread(self._start_engine)
@@ -152,7 +142,7 @@ class VllmBackend:
             raise EngineFault(f"vLLM {version} could not start: {error}") from error
         for fault, fix in (  # known ones of vLLM's workers
             (self._faults.chunked_seeds, "keep_draws_of_chunks"),
-            (self._settings.engine.logprobs_mode == "raw_logprobs", "keep_raw_logprobs"),
+            (self.settings.engine.logprobs_mode == "raw_logprobs", "keep_raw_logprobs"),
             (self._faults.mixed_adapters and self._adapters, "keep_adapters_apart"),
         ):
             if fault:
@@ -162,15 +152,15 @@ class VllmBackend:
         except ConfigError:
             await self._end_engine()
             raise
-        if self._replayer is not None:  # the referee may be able to make this vLLM's draws again
+        if self.replayer is not None:  # the referee may be able to make this vLLM's draws again
             self._keeps_draws = all(await self._llm.collective_rpc("draws_can_be_repeated"))
         if self._watches:
-            watched = (self._settings.self_check_sample_rate, settings.draws_drafts(drafter))
+            watched = (self.settings.self_check_sample_rate, settings.draws_drafts(drafter))
             await self._llm.collective_rpc("watch_sampler", args=watched)
             self._spawn(self._take_terms_forever())
         parallel, cache = self._llm.vllm_config.parallel_config, self._llm.vllm_config.cache_config
         await asyncio.to_thread(self._identify)
-        layout = f"{cache.cache_dtype} {self._settings.engine.dtype} {cache.block_size}"
+        layout = f"{cache.cache_dtype} {self.settings.engine.dtype} {cache.block_size}"
         if self._pulls:
             layout += f" {(await self._llm.collective_rpc('cache_layout'))[0]}"
         self._manifest = VllmManifest(
@@ -179,23 +169,23 @@ class VllmBackend:
             vllm=version,
             layout=layout,
             num_ranks=parallel.world_size,
-            way=self._settings.handoff,
+            way=self.settings.handoff,
         )
-        self._contract = LogprobContract(self._settings.engine.logprobs_mode, self._info().vocab_size)
-        if self._replayer is not None:
-            await self._replayer.start()
+        self._contract = LogprobContract(self.settings.engine.logprobs_mode, self._info().vocab_size)
+        if self.replayer is not None:
+            await self.replayer.start()
         return self._info()
 
     def _make_room_for_replays(self) -> None:
         """Shrink vLLM's share of a GPU for our engine's replays; vLLM replays if ours lacks room or the model. Raises
         ConfigError: our engine has no room, and must replay."""
-        arguments, why_not = self._settings.engine_args, None
-        if self._only_known and (unlike := checkpoint.why_not_ours(self._folder, arguments)):
+        arguments, why_not = self.settings.engine_args, None
+        if self.only_known and (unlike := checkpoint.why_not_ours(self._folder, arguments)):
             why_not = f"our own engine does not compute what this vLLM does ({unlike})"
         elif self._device_bytes:
             from speculative.gpu.triton_here import why_no_triton
 
-            needs = needs_of(self._folder, self._settings.engine, arguments)
+            needs = needs_of(self._folder, self.settings.engine, arguments)
             share = vllms_share(needs, self._device_bytes, arguments.get(SHARE))
             if lacking := why_no_triton():
                 why_not = f"our own engine has no kernels here ({lacking})"
@@ -203,12 +193,12 @@ class VllmBackend:
                 why_not = no_room(needs, self._device_bytes, arguments.get(SHARE))
             elif SHARE not in arguments:
                 _logger.info("vLLM takes %.2f of the GPU's memory; truespec's engine replays beside it.", share)
-                self._settings = dataclasses.replace(self._settings, engine_args={**arguments, SHARE: share})
+                self.settings = dataclasses.replace(self.settings, engine_args={**arguments, SHARE: share})
         if why_not is None:
             return
-        if not self._only_known:
+        if not self.only_known:
             raise ConfigError(f"vllm.replays is torch, but {why_not}; remove it, or set it to vllm.")
-        self._replayer = None
+        self.replayer = None
         _logger.warning(
             "vLLM replays its own answers, which compares logprobs, and the distribution of greedy answers only: %s.",
             why_not,
@@ -216,8 +206,8 @@ class VllmBackend:
 
     async def stop(self) -> None:
         """Stop vLLM's process; running requests end with an error."""
-        if self._replayer is not None:
-            await self._replayer.stop()
+        if self.replayer is not None:
+            await self.replayer.stop()
         if self._llm is not None:
             self._fault = EngineFault("The engine was stopped.")
             await self._end_engine()
@@ -277,7 +267,7 @@ class VllmBackend:
             stream = self._from_files(request, sent.parts, {"num_tokens": sent.num_computed})
         elif reading := self._readings.begin(sent.source):
             stream = self._read(reading, self._from_files(request, sent.parts, sent.source))
-        elif await self._readings.end(sent.source) and self._settings.engine.prefix_caching:
+        elif await self._readings.end(sent.source) and self.settings.engine.prefix_caching:
             stream = self._deltas(request, (), {"do_remote_prefill": False})
         else:
             raise HandoffRefused("lost", "The handoff has already been read, and can be read only once.")
@@ -295,8 +285,8 @@ class VllmBackend:
 
         An adapter's answers can only be replayed by vLLM itself.
         """
-        if self._replayer is not None and not request.adapter:
-            replay = await self._replayer.replay(request)
+        if self.replayer is not None and not request.adapter:
+            replay = await self.replayer.replay(request)
             structure = request.params.structure
             if structure is None or self._params.allows_what_ours_allows(structure):
                 return replay
@@ -330,8 +320,8 @@ class VllmBackend:
             await asyncio.to_thread(checkpoint.check_lm_head, folder)
         head = await self._drafter_with(folder, drafter)
         await asyncio.to_thread(self._adapters.check_unchanged)
-        if self._replayer is not None:
-            await self._replayer.load_weights(source)
+        if self.replayer is not None:
+            await self.replayer.load_weights(source)
         fingerprint = head_fingerprint = await asyncio.to_thread(checkpoint.folder_fingerprint, folder)
         if head != folder:
             head_fingerprint = "" if head is None else await asyncio.to_thread(checkpoint.folder_fingerprint, head)
@@ -341,7 +331,7 @@ class VllmBackend:
     async def _drafter_with(self, folder: Path, named: str | None) -> Path | None:
         """The folder of the drafter that goes with new weights in `folder`; None where it has no weights. Raises
         ConfigError: what the update names is of another drafter."""
-        configured, kind = self._drafter_folder, self._settings.engine.drafter.kind
+        configured, kind = self._drafter_folder, self.settings.engine.drafter.kind
         if named is None:
             in_checkpoint = kind == "mtp" and configured == self._folder
             return folder if in_checkpoint else configured
@@ -374,8 +364,8 @@ class VllmBackend:
                 self._manifest, fingerprint=self._fingerprint, drafter=self._drafter_identity
             )
             self._version = version
-            if self._replayer is not None:
-                await self._replayer.switch_weights(version)
+            if self.replayer is not None:
+                await self.replayer.switch_weights(version)
         except Exception as error:
             self._fault = error  # partly old, partly new: it must not serve
             raise EngineFault(f"vLLM could not load the new weights: {error}") from error
@@ -387,8 +377,8 @@ class VllmBackend:
     def drop_weights(self) -> None:
         """Drop weights that were checked but will not be served."""
         self._loaded = None
-        if self._replayer is not None:
-            self._replayer.drop_weights()
+        if self.replayer is not None:
+            self.replayer.drop_weights()
 
     async def pause(self, mode: PauseMode) -> None:
         """Start no more requests; returns when none is running, or with `keep` when all stand still."""
@@ -629,24 +619,24 @@ class VllmBackend:
 
     @property
     def _speculates(self) -> bool:
-        return self._settings.engine.drafter.kind != "none"
+        return self.settings.engine.drafter.kind != "none"
 
     @property
     def _pulls(self) -> bool:
-        return self._settings.handoff == "nixl"
+        return self.settings.handoff == "nixl"
 
     @property
     def _watches(self) -> bool:
-        return self._settings.self_check_sample_rate > 0
+        return self.settings.self_check_sample_rate > 0
 
     def _info(self) -> ModelInfo:
         model = self._llm.model_config
         why = "vLLM rounds by the size of the batch"
         if self._speculates:
             why += ", and what a seed gives depends on where its drafts end"
-        name = f"vllm {settings.installed_version()} {self._settings.engine.dtype}"
+        name = f"vllm {settings.installed_version()} {self.settings.engine.dtype}"
         return ModelInfo(
-            model_name=self._model_name,
+            model_name=self.model_name,
             max_model_len=self._max_model_len,
             vocab_size=model.get_vocab_size(),
             fingerprint=self._adapters.with_model(self._fingerprint),
@@ -664,16 +654,16 @@ class VllmBackend:
 
     @property
     def _drafter_identity(self) -> str:
-        return f"{self._settings.engine.drafter.kind} {self._drafter_fingerprint}".strip()
+        return f"{self.settings.engine.drafter.kind} {self._drafter_fingerprint}".strip()
 
     @property
     def _held_out(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        return held_out_rates(self._settings.engine.drafter.kind, self._drafter_folder)
+        return held_out_rates(self.settings.engine.drafter.kind, self._drafter_folder)
 
     @property
     def _numerics(self) -> Numerics:
         form = self._llm.model_config.quantization
-        return Numerics("vllm", precision_of(self._settings.engine.dtype, form), form or "plain")
+        return Numerics("vllm", precision_of(self.settings.engine.dtype, form), form or "plain")
 
     @property
     def _max_model_len(self) -> int:
@@ -700,18 +690,18 @@ class VllmBackend:
 
         self._params = params
         self._client_error, self._server_error = (VLLMClientError, ValueError), VLLMServerError
-        config, cpu = self._settings.engine, current_platform.is_cpu()
+        config, cpu = self.settings.engine, current_platform.is_cpu()
         self._faults = settings.faults_of(cpu=cpu)
         hidden = os.environ.get(current_platform.device_control_env_var) == ""
-        settings.check_build(self._settings, cpu=cpu, ray=bool(current_platform.ray_device_key), hidden=hidden)
+        settings.check_build(self.settings, cpu=cpu, ray=bool(current_platform.ray_device_key), hidden=hidden)
         arguments = settings.engine_arguments(
-            self._settings,
+            self.settings,
             str(self._folder),
             None if self._drafter_folder is None else str(self._drafter_folder),
             most_tokens=checkpoint.most_tokens(self._folder, config.max_model_len),
         )
-        arguments |= self._adapters.arguments(self._settings.engine_args)
-        arguments |= checkpoint.neutral_overrides(self._folder, self._settings.engine_args)
+        arguments |= self._adapters.arguments(self.settings.engine_args)
+        arguments |= checkpoint.neutral_overrides(self._folder, self.settings.engine_args)
         settings.check_known(arguments, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
         arguments["additional_config"] = {TERMS: settings.scheduler_terms(config.drafter, self._faults, self._held_out)}
         if self._pulls:

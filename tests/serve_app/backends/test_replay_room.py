@@ -80,6 +80,6 @@ def test_a_replica_makes_room_for_replays_or_does_without(
             contextlib.nullcontext() if replays or only_known else pytest.raises(ConfigError, match="replays is torch")
         ):
             made._make_room_for_replays()
-        assert (made._replayer is not None) == (replays or not only_known)
-        assert made._settings.engine_args.get("gpu_memory_utilization", 1) < 0.9 or not replays
+        assert (made.replayer is not None) == (replays or not only_known)
+        assert made.settings.engine_args.get("gpu_memory_utilization", 1) < 0.9 or not replays
     assert why in caplog.text
