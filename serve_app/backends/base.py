@@ -335,25 +335,19 @@ FEW_STREAMS, FEW_BESIDE_A_GPU = 4, 16
 _LONGEST_S = 0.2  # to which the interval grows
 
 
+@dataclass(slots=True)
 class Pace:
     """The pace of the streams that share it: the more there are, the longer each waits until its next message, as every
-    message takes its part of a core.
+    message takes its part of a core."""
 
-    Args:
-        interval_s: from one message of a stream to the next while there are few; 0 = a message for each event, however
-            many there are.
-        few_streams: up to which it does not grow.
-    """
-
-    def __init__(self, interval_s: float = 0.0, few_streams: int = FEW_STREAMS) -> None:
-        self._least_s = interval_s
-        self._few_streams = few_streams
-        self.num_streams = 0  # that are being sent
+    least_s: float = 0.0  # between a stream's messages, while there are few; 0 = a message for each event, always
+    few_streams: int = FEW_STREAMS  # up to which it does not grow
+    num_streams: int = 0  # that are being sent
 
     @property
     def interval_s(self) -> float:
         """The interval now: it grows with the number of streams, if it is not long already."""
-        return max(self._least_s, min(_LONGEST_S, self._least_s * self.num_streams / self._few_streams))
+        return max(self.least_s, min(_LONGEST_S, self.least_s * self.num_streams / self.few_streams))
 
 
 class Backend(Protocol):

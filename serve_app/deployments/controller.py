@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray import serve
@@ -161,19 +161,14 @@ class Controller:
             raise EngineFault("The referee has stopped.")
 
 
-class _IndependentReplayer:
-    """The app's one replayer that is not our engine, on a replayers' node.
+class _IndependentReplayer(NamedTuple):
+    """The app's one replayer that is not our engine, on a replayers' node."""
 
-    Args:
-        replayers: gives their handle.
-    """
-
-    def __init__(self, replayers: Callable[[], DeploymentHandle[Any]]) -> None:
-        self._replayers = replayers
+    replayers: Callable[[], DeploymentHandle[Any]]  # gives their handle
 
     async def replay(self, request: Request) -> Replayed:
         """Compute a teacher-forced request with the weights that are served."""
-        referee, weights = await answered(self._replayers().independent_referee.remote())
+        referee, weights = await answered(self.replayers().independent_referee.remote())
         return await answered(referee.replay.remote(request, weights))
 
 

@@ -53,15 +53,13 @@ class _Record:
         return min(1.0, (_BELIEF * prior + self.accepted) / (_BELIEF + self.expected))
 
 
+@dataclass
 class Passages:
-    """Passages that are repeated in the step that is planned.
+    """Passages that are repeated in the step that is planned."""
 
-    Args:
-        max_drafts: tokens of a passage that are drafted; 0 = nothing ever is.
-    """
+    max_drafts: int  # tokens of a passage that are drafted; 0 = nothing ever is
 
-    def __init__(self, max_drafts: int) -> None:
-        self.max_drafts = max_drafts
+    def __post_init__(self) -> None:
         self.restart()
 
     @property

@@ -141,7 +141,7 @@ def test_a_step_that_ends_a_request_is_learned_from_and_then_the_request_is_forg
     monkeypatch.setattr(Scheduler, "update_from_output", update)
     seen: list[list[str]] = []
     monkeypatch.setattr(
-        ours._planned._policy,
+        ours._planned.policy,
         "observe",
         lambda entries, *_: seen.append([one.sequence.request.request_id for one in entries]),
     )

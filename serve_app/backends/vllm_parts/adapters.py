@@ -44,29 +44,25 @@ class LoadedAdapter:
     modules: frozenset[str]  # last name parts of those that it changes
 
 
+@dataclass(frozen=True, slots=True)
 class Adapters:
-    """Adapters that are served, by name.
+    """Adapters that are served, by name."""
 
-    Args:
-        loaded: as `read_adapters` gives them.
-    """
-
-    def __init__(self, loaded: Mapping[str, LoadedAdapter]) -> None:
-        self._loaded = loaded
+    loaded: Mapping[str, LoadedAdapter]  # as `read_adapters` gives them
 
     def __iter__(self) -> Iterator[LoadedAdapter]:
-        return iter(self._loaded.values())
+        return iter(self.loaded.values())
 
     def __len__(self) -> int:
-        return len(self._loaded)
+        return len(self.loaded)
 
     def find(self, name: str) -> LoadedAdapter | None:
         """The adapter of a request; None = the model itself. Raises InvalidRequest: there is none of this name."""
         if not name:
             return None
-        if name not in self._loaded:
+        if name not in self.loaded:
             raise InvalidRequest("model", f"There is no adapter {name[:100]!r} on this replica.")
-        return self._loaded[name]
+        return self.loaded[name]
 
     def identity(self, name: str) -> str:
         """The adapter's identity in a handoff: name and fingerprint; "" = the model itself."""
@@ -75,9 +71,9 @@ class Adapters:
 
     def with_model(self, fingerprint: str) -> str:
         """The fingerprint of a model with these adapters; of the model alone if there are none."""
-        if not self._loaded:
+        if not self.loaded:
             return fingerprint
-        reported = json.dumps([fingerprint, *sorted(self.identity(name) for name in self._loaded)])
+        reported = json.dumps([fingerprint, *sorted(self.identity(name) for name in self.loaded)])
         return blake2b(reported.encode(), digest_size=16).hexdigest()
 
     def check_unchanged(self) -> None:
@@ -96,7 +92,7 @@ class Adapters:
         All of them stay in memory, so that none is read again while it is served. Only what they change is wrapped: by
         default vLLM wraps the head as well, and then fails or errs when it returns logprobs of given tokens. Raises
         ConfigError: an adapter's rank is larger than the largest."""
-        if not self._loaded:
+        if not self.loaded:
             return {}
         most = given.get("max_lora_rank", RANKS[-1])
         for one in self:

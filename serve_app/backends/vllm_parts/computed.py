@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Blocks = tuple[list[int], ...]
@@ -25,16 +25,12 @@ class _Prompt:
     blocks: Blocks
 
 
+@dataclass(slots=True)
 class ComputedPrompts:
-    """Follows the prompts that ask for it (`save` in their `kv_transfer_params`) until all their tokens are computed.
+    """Follows prompts that ask for it (`save` in their `kv_transfer_params`) until all their tokens are computed."""
 
-    Args:
-        block_size: of vLLM's cache, tokens.
-    """
-
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self._prompts: dict[str, _Prompt] = {}
+    block_size: int  # of vLLM's cache, tokens
+    _prompts: dict[str, _Prompt] = field(default_factory=dict)
 
     def take(self, scheduler_output: Any) -> list[Copy]:
         """The prompts that this step completes, each returned once."""
@@ -49,7 +45,7 @@ class ComputedPrompts:
 
     def of_prompt(self, blocks: Blocks, num_tokens: int) -> Blocks:
         """The blocks of a prompt, without those reserved for drafts."""
-        return tuple(list(ids[: math.ceil(num_tokens / self._block_size)]) for ids in blocks)
+        return tuple(list(ids[: math.ceil(num_tokens / self.block_size)]) for ids in blocks)
 
     def _computed(self, scheduler_output: Any) -> Iterator[tuple[str, int]]:
         """For prompts to be saved, how many tokens will be computed after the step; also updates their blocks."""

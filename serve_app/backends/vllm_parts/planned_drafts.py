@@ -5,6 +5,7 @@ every request: the longest of the planned lengths; before the next step the othe
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 from speculative.request import Request
@@ -26,20 +27,19 @@ class Computed(NamedTuple):
         return min(self.num_drafted, max(0, len(self.token_ids) - 1))
 
 
+@dataclass
 class PlannedDrafts:
-    """The lengths planned for the requests that vLLM runs.
+    """The lengths planned for the requests that vLLM runs."""
 
-    Args:
-        policy: decides them.
-        most: drafts that vLLM's drafter may make.
-        by_model: whether drafting takes time: a model runs once for each draft.
-    """
+    policy: DraftLength
+    most: int  # drafts that vLLM's drafter may make
+    _: KW_ONLY
+    by_model: bool  # whether drafting takes time: a model runs once for each draft
 
-    def __init__(self, policy: DraftLength, most: int, *, by_model: bool) -> None:
-        self._policy, self._most, self._by_model = policy, most, by_model
+    def __post_init__(self) -> None:
         self._sequences: dict[str, Sequence] = {}
         self._plan = DraftPlan()
-        self._num_drafts = most  # as planned last
+        self._num_drafts = self.most  # as planned last
 
     def add(self, request: Request) -> None:
         """Plan for a request, too."""
@@ -49,11 +49,11 @@ class PlannedDrafts:
         """Forget all requests but these."""
         for request_id in self._sequences.keys() - set(remaining):
             del self._sequences[request_id]
-            self._policy.forget(request_id)
+            self.policy.forget(request_id)
 
     def restart(self) -> None:
         """Forget how often drafts were accepted: it may be with other weights."""
-        self._policy.restart()
+        self.policy.restart()
 
     def num_verified(self, request_id: str, num_made: int) -> int:
         """Return how many of the drafts made for a request are to be verified, by the last plan."""
@@ -67,10 +67,10 @@ class PlannedDrafts:
             running: the requests of that step.
             drafting: those that may have drafts verified in the step after it.
         """
-        self._plan = self._policy.choose([self._sequences[name] for name in running if name in self._sequences])
+        self._plan = self.policy.choose([self._sequences[name] for name in running if name in self._sequences])
         known = [name for name in drafting if name in self._sequences]
         if known:
-            self._num_drafts = max(self._plan.most(name, self._most) for name in known)
+            self._num_drafts = max(self._plan.most(name, self.most) for name in known)
         return self._num_drafts
 
     def observe(self, step: Mapping[str, Computed], seconds: float, num_made: int) -> None:
@@ -87,6 +87,6 @@ class PlannedDrafts:
                 entries.append(Entry(sequence, one.num_known, one.num_drafted, samples=bool(one.token_ids)))
                 results.append(SequenceResult(tuple(one.token_ids), one.num_drafted, one.num_accepted))
         if len(entries) == len(step):  # the others are prompts to hand over and texts to score, which take long
-            self._policy.observe(entries, results, seconds, num_made if self._by_model else None)
+            self.policy.observe(entries, results, seconds, num_made if self.by_model else None)
         for entry, result in zip(entries, results, strict=True):
             entry.sequence.tokens.extend(result.token_ids)
