@@ -207,11 +207,6 @@ class Kernels:
         """Set how products ask for weights ahead of their use: `NUM_WAYS` ways of prefetch.py."""
         self._ways[:] = list(ways)
 
-    @property
-    def ways(self) -> tuple[int, ...]:
-        """Ways in which products ask for weights ahead of their use, by the number of products."""
-        return tuple(self._ways)
-
     def permit_tiles(self) -> bool:
         """Ask Linux for the registers of AMX, for all threads of this process; return whether it gives them."""
         return bool(self._permit_tiles())

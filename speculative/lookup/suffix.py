@@ -104,11 +104,6 @@ class PastOutputs:
         self._room = max_tokens // 2
         self._halves: list[tuple[SuffixTree, set[int]]] = []  # the newer first, each with the seeds of what was drawn
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that are remembered."""
-        return sum(tree.num_tokens for tree, _ in self._halves)
-
     def remember(self, sequence: Sequence) -> None:
         """Take in a finished sequence's output; of one that is too long, the end. One with a salt shares nothing."""
         output = sequence.tokens[sequence.num_prompt :][-self._room :]

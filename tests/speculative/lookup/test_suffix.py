@@ -166,20 +166,20 @@ def test_what_a_salted_request_wrote_is_drafted_for_nobody_else() -> None:
 
 def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
     generator = random.Random(0)
-    past = PastOutputs(depth=12, max_tokens=1000)
+    past, stranger = PastOutputs(depth=12, max_tokens=1000), sequence([1], seed=10**6)
     for number in range(300):
         output = [generator.randrange(5) for _ in range(generator.choice([1, 20, 90, 800]))]
         past.remember(sequence([99, *output, 1000 + number], seed=number))
-        assert past.num_tokens <= 1000
-    trees = past.visible_to(sequence([1], seed=10**6))
+        trees = past.visible_to(stranger)
+        assert sum(tree.num_tokens for tree in trees) <= 1000
     assert 1 <= len(trees) <= 2
-    assert sum(1 for tree in trees for _ in nodes(tree)) <= 2 * past.num_tokens + 12 * 1000
+    assert sum(1 for tree in trees for _ in nodes(tree)) <= (2 + 12) * 1000
     kept = [token for tree in trees for token in tree._text if token >= 1000]
     assert max(kept) == 1299
     assert set(kept) == set(range(min(kept), 1300))
     nothing = PastOutputs(depth=12, max_tokens=0)
     nothing.remember(sequence([99, 1, 2, 3]))
-    assert nothing.num_tokens == 0
+    assert not nothing.visible_to(stranger)
 
 
 def test_text_drawn_with_the_same_seed_is_not_looked_at() -> None:
