@@ -1,8 +1,8 @@
 """Whole engines on a pretended GPU, all of whose launches compile the kernel for GPUs of several kinds, and end there.
 
 What is compiled is what the product's launchers launch, with their own arguments, options and constants. Run as a
-program it takes as JSON the engines, each by its model's folder and its settings, the compute capabilities, and
-options of kernels to put in the place of the product's. It prints how often each kernel was launched, those that read
+program it takes as JSON the engines, each by its model's folder, its settings and the compute capabilities, and options
+of kernels to put in the place of the product's. It prints how often each kernel was launched, those that read
 drafts' probabilities by the kind of these: `NAME of KIND`; and by kernel and compute capability, `NAME 90`, the most
 bytes of shared memory, registers and spilled bytes.
 """
@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections import Counter
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -31,7 +32,6 @@ from tests.support.pretended_cuda import PretendedCuda
 KINDS = {POINT_MASS.value: "point masses", DENSE.value: "the vocabulary", PART.value: "a part of it"}
 launches: Counter[str] = Counter()
 sizes: dict[tuple[str, int], list[int]] = {}
-OF_FP8 = 89  # the first compute capability that has it
 launch = JITFunction.run
 
 
@@ -61,9 +61,8 @@ def launch_all(folder: str, drafter: dict[str, Any], changes: dict[str, Any]) ->
         run(engine)
 
 
-def main() -> None:
-    """Read the arguments, compile, and print."""
-    engines, capabilities, faults = map(json.loads, sys.argv[1:])
+def compiler(capabilities: list[int], faults: dict[str, dict[str, int]]) -> Callable[..., None]:
+    """What takes the place of a launch: compiles for GPUs of these capabilities, and keeps the largest sizes."""
     own_driver: Any = Driver()
     driver.set_active(own_driver)
 
@@ -71,7 +70,7 @@ def main() -> None:
         del warmup
         name = kernel.fn.__name__
         launches[name + (f" of {KINDS[options['Q']]}" if "Q" in options else "")] += 1
-        for own_driver.device in takes:
+        for own_driver.device in capabilities:
             with redirect_stdout(StringIO()) as log:
                 made = launch(kernel, *args, grid=grid, warmup=True, **options | faults.get(name, {}))
             if found := log.getvalue():
@@ -80,9 +79,14 @@ def main() -> None:
                 own, before = (made.metadata.shared, *used), sizes.get((name, own_driver.device), [0] * 3)
                 sizes[name, own_driver.device] = [*map(max, own, before)]
 
-    with mock.patch.object(JITFunction, "run", compile_only):
-        for folder, drafter, changes in engines:
-            takes = [one for one in capabilities if one >= OF_FP8 or "quantization" not in changes]
+    return compile_only
+
+
+def main() -> None:
+    """Read the arguments, compile, and print."""
+    engines, faults = map(json.loads, sys.argv[1:])
+    for folder, drafter, changes, capabilities in engines:
+        with mock.patch.object(JITFunction, "run", compiler(capabilities, faults)):
             launch_all(folder, drafter, changes)
     found = [launches, {f"{name} {capability}": own for (name, capability), own in sizes.items()}]
     sys.stdout.write(json.dumps(found) + "\n")
