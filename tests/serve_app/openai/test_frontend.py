@@ -2,7 +2,7 @@ import asyncio
 import dataclasses
 import json
 import pickle
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -17,7 +17,6 @@ from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import EngineFault, EngineOverloaded, HandoffRefused, InvalidRequest, RequestTimeout
 from speculative.request import FinishReason, Request, TokenDelta, TokenKind, TokenLogprobs
-from tests.support.fake_backend import fake_logprob
 from tests.support.fake_serving import BackendSource, make_backend
 from tests.support.front_ends import (
     DeltaSource,
@@ -40,10 +39,6 @@ async def test_a_model_says_how_its_weights_are_rounded(tokenizer: Tokenizer) ->
     assert front.model("m")["quantization"] == "w4a8"
     front.weights_switched(info(tokenizer))
     assert front.model("m")["quantization"] is None
-
-
-def joined(lists: Iterable[list[Any]]) -> list[Any]:
-    return [item for part in lists for item in part]
 
 
 def run_of(tokenizer: Tokenizer, text: str, index: int = 0, **fields: Any) -> TokenDelta:
@@ -141,25 +136,14 @@ async def test_accepted_predictions_never_exceed_what_was_delivered(tokenizer: T
     assert details == {"accepted_prediction_tokens": len(ids) + 1, "rejected_prediction_tokens": 2}
 
 
-async def test_completion_logprobs_have_the_old_shape(tokenizer: Tokenizer) -> None:
+async def test_a_stream_has_the_prompt_once_and_null_for_usage_up_to_the_last_chunk(tokenizer: Tokenizer) -> None:
     front, _, script = fake_front_end(tokenizer)
-    script.say("hello 🙂")
-    ids = tokenizer.encode("hello 🙂")
-    choice = (await reply_to(front, completion(logprobs=2, return_token_ids=True)))["choices"][0]
-    logprobs = choice["logprobs"]
-    num_tokens = len(ids) + 1  # and the end token
-    assert [len(logprobs[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")] == [
-        num_tokens
-    ] * 4
-    assert logprobs["tokens"][-2] == "bytes:\\x82"
-    assert logprobs["token_logprobs"] == [fake_logprob(token) for token in [*ids, 2]]
-    assert logprobs["text_offset"][:2] == [0, len(tokenizer.token_text(ids[0]))]
-    assert logprobs["top_logprobs"][0] == {
-        tokenizer.token_text(ids[0]): fake_logprob(ids[0]),
-        tokenizer.token_text(ids[0] + 1): fake_logprob(ids[0]) - 0.5,
-    }
-    assert choice["token_logprobs"] == logprobs["token_logprobs"]
-    assert choice["prompt_token_ids"] == tokenizer.encode("hello")
+    script.say("one two three four")
+    fields = {"return_token_ids": True, "stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = await chunks_of(front, completion(**fields))
+    assert all(chunk["usage"] is None for chunk in chunks) and last["usage"] and last["choices"] == []
+    told = [chunk["choices"][0].get("prompt_token_ids") for chunk in chunks]
+    assert told == [tokenizer.encode("hello"), *[None] * (len(chunks) - 1)]
 
 
 async def test_chat_logprobs_carry_bytes_and_a_token_that_cannot_occur_is_finite(tokenizer: Tokenizer) -> None:
@@ -173,70 +157,6 @@ async def test_chat_logprobs_carry_bytes_and_a_token_that_cannot_occur_is_finite
 
 
 # ---- streams
-
-
-@pytest.mark.parametrize("num_choices", [1, 3])
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {},
-        {"logprobs": 2, "return_token_ids": True},
-        {"stop": ["ee", " f"]},
-        {"prompt": ["one", "two"], "echo": True, "logprobs": 1, "return_token_ids": True},
-    ],
-)
-async def test_a_completion_stream_says_what_the_whole_reply_says(
-    tokenizer: Tokenizer, num_choices: int, extra: dict[str, Any]
-) -> None:
-    front, _, script = fake_front_end(tokenizer)
-    script.say("one two three four", "hello 🙂", "fox")
-    fields = {"n": num_choices, "seed": 5, **extra}
-    whole = await reply_to(front, completion(**fields))
-    *chunks, usage = await chunks_of(front, completion(**fields, stream=True, stream_options={"include_usage": True}))
-    assert usage["choices"] == []
-    assert usage["usage"] == whole["usage"]
-    assert all(chunk["usage"] is None for chunk in chunks)
-    for index, choice in enumerate(whole["choices"]):
-        parts = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
-        assert "".join(part["text"] for part in parts) == choice["text"]
-        assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + [choice["finish_reason"]]
-        if "return_token_ids" in extra:
-            assert joined(part["token_ids"] for part in parts) == choice["token_ids"]
-            assert joined(part["token_logprobs"] for part in parts) == choice["token_logprobs"]
-            assert joined(part["logprobs"]["text_offset"] for part in parts) == choice["logprobs"]["text_offset"]
-            assert [part.get("prompt_token_ids") for part in parts] == [choice["prompt_token_ids"]] + [None] * (
-                len(parts) - 1
-            )
-        else:
-            assert all("token_ids" not in part for part in parts)
-
-
-@pytest.mark.parametrize("kind", [completion, chat])
-async def test_every_chunk_of_a_stream_has_the_usage_up_to_there_if_asked(
-    tokenizer: Tokenizer, kind: Callable[..., Any]
-) -> None:
-    front, _, script = fake_front_end(tokenizer)
-    script.say("one two three four")
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    *chunks, last = await chunks_of(front, kind(stream=True, stream_options=options))
-    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts) and counts[-1] > counts[0] and chunks[-1]["usage"] == last["usage"]
-    alone = {"include_usage": False, "continuous_usage_stats": True}
-    chunks = await chunks_of(front, kind(stream=True, stream_options=alone))
-    assert all("usage" not in chunk for chunk in chunks)
-
-
-async def test_a_chat_stream_reports_the_role_first_and_usage_only_when_asked(tokenizer: Tokenizer) -> None:
-    front, _, script = fake_front_end(tokenizer)
-    script.say("one two three four")
-    chunks = await chunks_of(front, chat(stream=True, n=2, return_token_ids=True))
-    assert [chunk["choices"][0]["delta"] for chunk in chunks[:2]] == [{"role": "assistant", "content": ""}] * 2
-    assert [chunk["choices"][0]["index"] for chunk in chunks[:2]] == [0, 1]
-    assert chunks[0]["prompt_token_ids"] == tokenizer.encode_chat([{"role": "user", "content": "hello"}])
-    assert all("usage" not in chunk for chunk in chunks)
-    assert len({chunk["id"] for chunk in chunks}) == 1
-    said = [chunk["choices"][0] for chunk in chunks[2:] if chunk["choices"][0]["index"] == 1]
-    assert "".join(choice["delta"].get("content", "") for choice in said) == "one two three four"
 
 
 @pytest.mark.parametrize("error", [EngineFault("secret"), RuntimeError("secret"), RequestTimeout("too long")])

@@ -77,19 +77,6 @@ def ranked(tokenizer: Tokenizer, token: int, num_top: int) -> dict[str, Any]:
     return entries
 
 
-@pytest.mark.parametrize("num_top", [0, 2])
-async def test_prompt_logprobs_stand_in_the_first_choice_of_each_prompt(tokenizer: Tokenizer, num_top: int) -> None:
-    front, _, _ = fake_front_end(tokenizer)
-    fields: dict[str, Any] = {"prompt": [[5, 6, 7], [8]], "n": 2, "max_tokens": 9, "prompt_logprobs": num_top}
-    whole = (await reply_to(front, completion(**fields, seed=1)))["choices"]
-    first = [None, ranked(tokenizer, 6, num_top), ranked(tokenizer, 7, num_top)]
-    assert [choice.get("prompt_logprobs") for choice in whole] == [first, None, [None], None]
-    assert "prompt_logprobs" not in whole[1]
-    chunks = await chunks_of(front, completion(**fields, seed=1, stream=True))
-    reported = [chunk["choices"][0] for chunk in chunks if "prompt_logprobs" in chunk["choices"][0]]
-    assert sorted((choice["index"], choice["prompt_logprobs"]) for choice in reported) == [(0, first), (2, [None])]
-
-
 async def test_a_chat_reports_prompt_logprobs_beside_the_choices(tokenizer: Tokenizer) -> None:
     front, _, _ = fake_front_end(tokenizer)
     reply = await reply_to(front, chat(prompt_logprobs=1, n=2, max_tokens=5))

@@ -10,8 +10,7 @@ from serve_app.openai.frontend import FrontEnd
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import EngineFault
 from speculative.request import FinishReason, TokenDelta, TokenLogprobs
-from tests.support.fake_backend import fake_logprob
-from tests.support.front_ends import DeltaSource, chunks_of, completion, fake_front_end, front_end, reply_to
+from tests.support.front_ends import DeltaSource, completion, fake_front_end, front_end, reply_to
 
 PROMPT = "hello the quick fox"
 
@@ -20,63 +19,12 @@ async def choice_of(front: FrontEnd, **fields: Any) -> dict[str, Any]:
     return (await reply_to(front, completion(**fields)))["choices"][0]
 
 
-async def test_an_echo_is_the_prompt_and_then_the_same_answer(tokenizer: Tokenizer) -> None:
-    front, _, _ = fake_front_end(tokenizer)
-    plain = await choice_of(front, prompt=PROMPT, max_tokens=9, logprobs=1, temperature=0)
-    echoed = await choice_of(front, prompt=PROMPT, max_tokens=9, logprobs=1, temperature=0, echo=True)
-    ids = tokenizer.encode(PROMPT)
-    assert echoed["text"] == PROMPT + plain["text"]
-    said, asked = plain["logprobs"], echoed["logprobs"]
-    assert asked["tokens"] == [tokenizer.token_text(token) for token in ids] + said["tokens"]
-    assert asked["token_logprobs"] == [None, *map(fake_logprob, ids[1:]), *said["token_logprobs"]]
-    assert asked["top_logprobs"][0] is None
-    assert [len(top) for top in asked["top_logprobs"][1 : len(ids)]] == [1] * (len(ids) - 1)
-    assert asked["top_logprobs"][len(ids) :] == said["top_logprobs"]
-    assert asked["text_offset"][len(ids) :] == [len(PROMPT) + offset for offset in said["text_offset"]]
-    borders = [*asked["text_offset"], len(echoed["text"])]
-    shown = [echoed["text"][start:end] for start, end in itertools.pairwise(borders)]
-    assert shown[: len(ids)] == asked["tokens"][: len(ids)]
-    assert "prompt_logprobs" not in echoed
-
-
-@pytest.mark.parametrize("prompt", [PROMPT, [5, 6, 7], [PROMPT, "one two"], [[5, 6], [7]]])
-async def test_every_choice_of_every_prompt_begins_with_its_own_prompt(tokenizer: Tokenizer, prompt: Any) -> None:
-    front, _, _ = fake_front_end(tokenizer)
-    fields: dict[str, Any] = {"prompt": prompt, "n": 3, "max_tokens": 4, "logprobs": 0, "seed": 3, "echo": True}
-    reply = await reply_to(front, completion(**fields))
-    prompts = completion(**fields).prompts()
-    for index, choice in enumerate(reply["choices"]):
-        sent = prompts[index // 3]
-        ids = tokenizer.encode(sent) if isinstance(sent, str) else sent
-        text = sent if isinstance(sent, str) else tokenizer.decode(sent, skip_special=False)
-        assert choice["text"].startswith(text)
-        assert choice["logprobs"]["token_logprobs"][: len(ids)] == [None, *map(fake_logprob, ids[1:])]
-        assert len(choice["logprobs"]["tokens"]) == len(ids) + 4
-    assert reply["usage"]["completion_tokens"] == 4 * len(reply["choices"])
-
-
 async def test_without_logprobs_the_engine_is_not_asked_for_the_prompts(tokenizer: Tokenizer) -> None:
     front, _, _ = fake_front_end(tokenizer)
     job = await front.prepare(completion(prompt=PROMPT, echo=True, n=2))
     assert [request.params.prompt_logprobs for request in job.requests] == [None, None]
     choice = await choice_of(front, prompt=PROMPT, echo=True)
     assert choice["text"].startswith(PROMPT) and choice["logprobs"] is None
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_with_max_tokens_0_there_is_only_the_prompt(tokenizer: Tokenizer, stream: bool) -> None:
-    front, _, _ = fake_front_end(tokenizer)
-    fields: dict[str, Any] = {"prompt": [PROMPT, "one two"], "max_tokens": 0, "logprobs": 2, "echo": True}
-    if stream:
-        choices = [chunk["choices"][0] for chunk in await chunks_of(front, completion(**fields, stream=True))]
-    else:
-        reply = await reply_to(front, completion(**fields))
-        choices = reply["choices"]
-        assert reply["usage"]["completion_tokens"] == 0
-    for prompt, choice in zip(fields["prompt"], sorted(choices, key=lambda one: one["index"]), strict=True):
-        ids = tokenizer.encode(prompt)
-        assert (choice["text"], choice["finish_reason"]) == (prompt, "length")
-        assert choice["logprobs"]["token_logprobs"] == [None, *map(fake_logprob, ids[1:])]
 
 
 async def test_a_stop_token_in_the_place_of_nothing_is_no_stop(tokenizer: Tokenizer) -> None:

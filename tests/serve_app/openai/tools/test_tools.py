@@ -9,7 +9,6 @@ import json
 import shutil
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -469,26 +468,6 @@ async def test_a_stop_string_ends_what_is_parsed(tooled: Tokenizer) -> None:
     expected = {"content": "Let me", "reasoning": "hm, 你 so", "calls": [], "reason": "stop"}
     assert reported(await ask_streaming(end, stop=[" see"])) == expected
     assert same_form(await ask(end, stop=[" see"])) == expected
-
-
-async def test_parsing_changes_nothing_else(tooled: Tokenizer) -> None:
-    """Tokens, logprobs and usage are those of the same request without tools."""
-    end, source, script = front(tooled, FakeParsers(reasoning=True))
-    plain, _, plain_script = front(tooled)
-    script.say(SAID)
-    plain_script.say(SAID)
-    asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True, "seed": 3}
-    parsed, unparsed = await ask(end, **asked), await ask(plain, **asked)
-    for name in ("token_ids", "token_logprobs", "logprobs"):
-        assert parsed["choices"][0][name] == unparsed["choices"][0][name]
-    assert parsed["usage"] == unparsed["usage"]
-    chunks = [chunk for chunk in await ask_streaming(end, **asked) if chunk["choices"]]
-    assert [token for c in chunks for token in c["choices"][0].get("token_ids", ())] == unparsed["choices"][0][
-        "token_ids"
-    ]
-    logprobs = [entry for c in chunks for entry in (c["choices"][0]["logprobs"] or {"content": []})["content"]]
-    assert logprobs == unparsed["choices"][0]["logprobs"]["content"]
-    assert source.requests[0].params == replace(source.requests[0].params, structure=None)
 
 
 async def test_forced_calls_and_forms_come_behind_the_reasoning(tooled: Tokenizer) -> None:

@@ -26,16 +26,17 @@ CALLS = "".join(
     f'<tool_call>\n{{"name": "light", "arguments": {{"on": {one}}}}}\n</tool_call>' for one in ("true", "false")
 )
 SHOWN = {"logprobs": 2, "return_token_ids": True, "return_token_kinds": True, "logprob_token_ids": [7, 8]}
+TWICE: dict[str, Any] = {"prompt": ["hello", "one two"], "n": 2, "seed": 5}
 OF_PROMPT, ONE_CALL = {"prompt_logprobs": 1}, {"tools": TOOLS, "parallel_tool_calls": False, "max_tokens": 200}
 UNKNOWN_CALL = CHAT, f'<tool_call>{{"name": "other", "arguments": {{}}}}{CALLS}', ONE_CALL
 CASES: list[tuple[str, str, dict[str, Any]]] = [
-    (COMPLETIONS, TEXT, {"max_tokens": 40, "prompt": ["hello", "one two"], "n": 2, "seed": 5, **OF_PROMPT, **SHOWN}),
-    (COMPLETIONS, TEXT, {"max_tokens": 4, "echo": True, "logprobs": 1, "skip_special_tokens": False}),
+    (COMPLETIONS, TEXT, {**TWICE, "max_tokens": 40, **OF_PROMPT, **SHOWN}),
+    (COMPLETIONS, TEXT, {**TWICE, "max_tokens": 4, "echo": True, "logprobs": 1, "skip_special_tokens": False}),
     (COMPLETIONS, TEXT, {"max_tokens": 40, "stop": ["never", " STOP", "STOP"], "min_tokens": 2, **SHOWN}),
-    (COMPLETIONS, TEXT, {"max_tokens": 0, "echo": True, "logprobs": 1}),
+    (COMPLETIONS, TEXT, {"prompt": [5, 6, 7], "max_tokens": 0, "echo": True, "logprobs": 2, "prompt_logprobs": 0}),
     (CHAT, TEXT, {**SHOWN, "logprobs": True, "top_logprobs": 2, "n": 2, "prompt_logprobs": 2, "max_tokens": 40}),
     (CHAT, TEXT, {"stop": ["hello"], "include_stop_str_in_output": True, "max_tokens": 40}),
-    (CHAT, f"I do it{CALLS}", {"tools": TOOLS, "max_tokens": 200, "logprobs": True}),
+    (CHAT, f"I do it{CALLS}", {"tools": TOOLS, "max_tokens": 200, "logprobs": True, "return_token_ids": True}),
     (RESPONSES, TEXT, {"top_logprobs": 2, "max_output_tokens": 5, "instructions": "Be brief.", "temperature": 0.5}),
     (RESPONSES, TEXT, {"stop": "o", "include": ["message.output_text.logprobs"]}),  # in the first token
     (RESPONSES, f"I do it{CALLS}", {"tools": FLAT, "max_output_tokens": 200}),
@@ -60,14 +61,19 @@ async def asked(service: TappedService, path: str, said: Any, fields: dict[str, 
     assert response.status_code == 200, response.text
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+USAGE: dict[str, Any] = {"include_usage": True}
+EACH, ALONE = USAGE | {"continuous_usage_stats": True}, {"continuous_usage_stats": True}
+
+
+@pytest.mark.parametrize("options", [None, {}, USAGE, EACH, ALONE])
 @pytest.mark.parametrize(("path", "said", "fields"), [*CASES, UNKNOWN_CALL])
 async def test_sound_replies_agree(
-    tooled: Tokenizer, path: str, said: str, fields: dict[str, Any], streamed: bool
+    tooled: Tokenizer, path: str, said: str, fields: dict[str, Any], options: dict[str, Any] | None
 ) -> None:
+    """Whole, and streamed with usage never, at the end and in every chunk."""
     service = made(tooled)
-    if streamed and path != GENERATE:
-        fields = fields | {"stream": True} | ({} if path == RESPONSES else {"stream_options": {"include_usage": True}})
+    if options is not None and path != GENERATE:
+        fields = fields | {"stream": True} | ({} if path == RESPONSES else {"stream_options": options})
     await asked(service, path, said, fields)
     found = [(one.wire, one.broken_limit) for one in service.submitted]
     assert found and set(found) == {("agrees", "")}
