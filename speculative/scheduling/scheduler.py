@@ -18,6 +18,7 @@ from speculative.sampling.logprob_checks import LogprobContract
 from speculative.scheduling.draft_length import DraftLength, DraftPlan
 from speculative.scheduling.request_queue import RequestQueue
 from speculative.state.batch import Batch, Entry, SequenceResult, StepOutcome
+from speculative.state.handoff import Arrival
 from speculative.state.kv_cache import BlockPool
 from speculative.state.sequence import Phase, Sequence
 from speculative.stats import DEAD_END, INVARIANTS, LOGPROB_RULES, EngineUsage, StepStats
@@ -58,13 +59,14 @@ class Scheduler:
         self._most_drafts = config.drafter.max_drafts
         self._rows = config.drafter.rows_of_drafts
         self.drafter_reads_features = False  # set by `Assembly`, which makes drafters after this
-        self.bring_in: Callable[[Sequence], None] = lambda _: None  # a handoff, into its blocks
+        self.bring_in: Callable[[Sequence], Arrival | None] = lambda _: None  # a handoff, into its blocks; None = it is
         self.speculation = Speculation.ON  # which requests may draft, from the next step on
         self.weight_version = DEFAULT_VERSION
         self._canaries_turn = False
         self._live: dict[str, Sequence] = {}  # everything below, by request id
         self._waiting = RequestQueue(config.priority_ageing_s)
         self._running: list[Sequence] = []  # oldest first
+        self._arriving: list[Sequence] = []
         self._held: dict[str, Sequence] = {}
 
     # -- what comes and goes ------------------------------------------------------------------------------------
@@ -84,6 +86,8 @@ class Scheduler:
             self._running.remove(sequence)
         elif sequence.phase is Phase.WAITING:
             self._waiting.remove(sequence)
+        elif sequence.phase is Phase.ARRIVING:
+            self._arriving.remove(sequence)
         elif sequence.phase is Phase.HELD:
             del self._held[sequence.request.request_id]
         del self._live[sequence.request.request_id]
@@ -94,12 +98,17 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Return whether a step would have anything to do."""
-        return bool(self._running or len(self._waiting))
+        return bool(self._running or self._arriving or len(self._waiting))
 
     @property
     def is_running(self) -> bool:
-        """Return whether anything is admitted and being computed."""
-        return bool(self._running)
+        """Return whether anything is admitted: computed, or on its way into its blocks."""
+        return bool(self._running or self._arriving)
+
+    @property
+    def leaving(self) -> list[Sequence]:
+        """Sequences that are computed, or held, to be exported."""
+        return [one for one in (*self._running, *self._held.values()) if one.prefill_only_after is not None]
 
     @property
     def held(self) -> tuple[Sequence, ...]:
@@ -108,7 +117,7 @@ class Scheduler:
 
     def usage(self) -> EngineUsage:
         """Current usage. Callable from any thread."""
-        running, replays_waiting = tuple(self._running), self._waiting.num_replays
+        running, replays_waiting = (*self._running, *self._arriving), self._waiting.num_replays
         replays_running = sum(sequence.request.replay for sequence in running)
         return EngineUsage(
             num_running=len(running) - replays_running,
@@ -159,19 +168,35 @@ class Scheduler:
         return canaries if self._canaries_turn else [seq for seq in self._running if not seq.request.canary]
 
     def _admit(self) -> None:
-        while (sequence := self._waiting.first) is not None and len(self._running) < self._config.max_num_seqs:
+        for arriving in tuple(self._arriving):
+            assert arriving.arrival is not None
+            if arriving.arrival.proceed():
+                self._arriving.remove(arriving)
+                self._begin(arriving)
+            elif arriving.arrival.is_lost:
+                self._preempt(arriving)  # to be computed from its tokens
+        most = self._config.max_num_seqs
+        while (sequence := self._waiting.first) is not None and len(self._running) + len(self._arriving) < most:
             if not self._take_first_blocks(sequence):
                 break  # smaller ones behind it would take every block that becomes free, and it would never run
             self._waiting.remove(sequence)
-            sequence.phase = Phase.RUNNING
-            self._running.append(sequence)
-            if sequence.imported is not None:
-                self.bring_in(sequence)
-                sequence.imported = None
-                sequence.num_computed = len(sequence.tokens) - 1
-                self.publish(sequence)  # from now on others may share its blocks
-            elif sequence.ready_to_hold:  # the prefix cache held all of it
-                self._hold(sequence)
+            sequence.arrival = None if sequence.imported is None else self.bring_in(sequence)
+            if sequence.arrival is None:
+                self._begin(sequence)
+            else:
+                sequence.phase = Phase.ARRIVING
+                self._arriving.append(sequence)
+
+    def _begin(self, sequence: Sequence) -> None:
+        """Compute a sequence that has its first blocks, with its handoff in them if it came with one."""
+        sequence.phase = Phase.RUNNING
+        self._running.append(sequence)
+        if sequence.imported is not None:
+            sequence.imported = sequence.arrival = None
+            sequence.num_computed = len(sequence.tokens) - 1
+            self.publish(sequence)  # from now on others may share its blocks
+        elif sequence.ready_to_hold:  # the prefix cache held all of it
+            self._hold(sequence)
 
     def _take_first_blocks(self, sequence: Sequence) -> bool:
         """Allocate blocks for all known tokens at once, so that a running prefill never waits for one."""
@@ -216,7 +241,7 @@ class Scheduler:
         for sequence in tuple(self._running):
             while sequence.phase is Phase.RUNNING and sequence.decoding and not self._grow(sequence, 1):
                 # Which may be this one: then its phase ends the loop.
-                self._preempt(self._running[-1])
+                self._preempt((self._arriving or self._running)[-1])
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocate blocks for `num_tokens` more positions; False, with nothing allocated, if there are too few."""
@@ -246,7 +271,7 @@ class Scheduler:
 
         Held ones stay: they only wait for their export.
         """
-        for sequence in reversed(tuple(self._running)):  # each goes to the front, at last the oldest
+        for sequence in reversed((*self._running, *self._arriving)):  # each goes to the front, at last the oldest
             self._preempt(sequence)
         self.pool.drop_prefixes()
 
@@ -262,7 +287,7 @@ class Scheduler:
             sequence.imported = None
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
+        (self._arriving if sequence.phase is Phase.ARRIVING else self._running).remove(sequence)
         self._free(sequence)
         sequence.reply.recompute()
         sequence.phase = Phase.WAITING
@@ -270,11 +295,13 @@ class Scheduler:
         self.stats.num_preemptions += 1
 
     def _free(self, sequence: Sequence) -> None:
+        if sequence.arrival is not None:
+            sequence.arrival.cancel()  # before others get the blocks
         self.pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.num_computed = 0
         sequence.num_published = 0
-        sequence.imported = None
+        sequence.imported = sequence.arrival = None
 
     def _hold(self, sequence: Sequence) -> None:
         self._running.remove(sequence)

@@ -20,7 +20,7 @@ import struct
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ _MAGIC = b"TSPC"
 _PREFIX = struct.Struct("<4sHHQ")
 _CHECKSUM = struct.Struct("<Q")
 _START = 64  # of the keys and values
-_HEADER_ROOM = 4096  # bytes, and for each token:
+_HEADER_ROOM = 2**20  # bytes, with sections of a single position; and for each token:
 _TOKEN_ROOM = 12
 _MAX_HEADER_BYTES = 64 * 2**20
 _Length = Annotated[NonNegativeInt, Field(lt=2**40)]
@@ -80,6 +80,20 @@ class ComputedTokenState:
     def num_computed(self) -> int:
         """Tokens whose keys and values are here."""
         return len(self.token_ids) - 1
+
+
+class Arrival(Protocol):
+    """A handoff whose keys and values are being copied into the blocks of its sequence."""
+
+    is_lost: bool  # they cannot be copied
+
+    def proceed(self) -> bool:
+        """Copy on; return whether all of it lies there."""
+        ...
+
+    def cancel(self) -> None:
+        """Write nothing more into the blocks than what the device's next step waits for."""
+        ...
 
 
 class _Header(BaseModel, strict=True, frozen=True):

@@ -19,13 +19,14 @@ from speculative.state.prefix import chain_root, hash_block
 from speculative.state.token_constraint import TokenConstraint
 
 if TYPE_CHECKING:
-    from speculative.state.handoff import ComputedTokenState  # which needs torch
+    from speculative.state.handoff import Arrival, ComputedTokenState  # which need torch
 
 
 class Phase(enum.Enum):
     """State of a sequence."""
 
     WAITING = "waiting"  # holds no blocks
+    ARRIVING = "arriving"  # a handoff is being copied into its blocks
     RUNNING = "running"
     HELD = "held"  # computed, keeps its blocks until exported or aborted
     FINISHED = "finished"
@@ -90,6 +91,7 @@ class Sequence:
         self.changed_params = request.params.changed  # once: GPU steps ask for these in every step
         self.prefill_only_after = prefill_only_after
         self.imported = imported  # None once it is written into the cache
+        self.arrival: Arrival | None = None  # while it is being written there
         self.tokens = list(request.prompt_token_ids if tokens is None else tokens)
         self.num_prompt = len(request.prompt_token_ids)
         self.num_computed = 0

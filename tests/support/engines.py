@@ -184,7 +184,7 @@ def take(answers: dict[str, Answer], deltas: Iterable[TokenDelta]) -> None:
 
 def live_sequences(engine: EngineCore) -> list[Any]:
     scheduler = engine.scheduler
-    return [*scheduler._running, *scheduler._waiting, *scheduler.held]
+    return [*scheduler._running, *scheduler._arriving, *scheduler._waiting, *scheduler.held]
 
 
 def assert_pool_is_whole(engine: EngineCore) -> None:
