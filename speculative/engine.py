@@ -3,7 +3,6 @@
 One step schedules, drafts, verifies and commits, and only then the next begins.
 """
 
-import math
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from speculative.errors import HandoffRefused, InvalidRequest, SequenceTooLong
 from speculative.model.arithmetic import Arithmetic, arithmetic_of
 from speculative.request import Request, Structure, TokenDelta
 from speculative.state.batch import Batch, StepOutcome
-from speculative.state.handoff import Blob, ComputedTokenState, Export, check_manifest, decode_state
+from speculative.state.handoff import Arrival, Blob, ComputedTokenState, Export, check_manifest, decode_state
 from speculative.state.kv_cache import KVCache
 from speculative.state.sequence import Phase, Sequence
 from speculative.state.token_constraint import ConstraintMaker, TokenConstraint
@@ -46,6 +45,11 @@ class EngineCore:
         self.scheduler, self.self_check = parts.scheduler, parts.self_check
         self.manifest = parts.manifest()
         self.scheduler.bring_in = self._bring_in
+        self.copies = None
+        if self.device.type == "cuda":
+            from speculative.gpu.handoff_copies import HandoffCopies  # a CPU's engine loads nothing of speculative.gpu
+
+            self.copies = HandoffCopies(self.cache, self._caches, self._new_export, self.config.block_size)
 
     @classmethod
     def load(cls, folder: Path, config: EngineConfig, make_constraint: ConstraintMaker | None = None) -> "EngineCore":
@@ -121,16 +125,17 @@ class EngineCore:
                 name: (num_computed, *cache.shape.of_position) for name, cache in caches.items()
             }
             shapes |= {name: tuple(section.shape) for name, section in extra.items()}
-            num_values = sum(math.prod(shape) for shape in shapes.values())
-            export = Export(self.manifest, len(sequence.tokens), num_values * self.cache.data.itemsize)
-            slots = self._slots(sequence, 0, num_computed)
-            for name, shape in shapes.items():
-                values = export.place(shape)
-                if name in caches:
-                    caches[name].read_all(slots, values)
-                else:
-                    values.copy_(extra[name])
-                export.left.append(partial(Export.take, values=values, of_target=name == "kv"))
+            if self.copies is not None:
+                export = self.copies.finish(sequence, extra)
+            else:
+                export, slots = self._new_export(sequence), self._slots(sequence, 0, num_computed)
+                for name, shape in shapes.items():
+                    values = export.place(shape)
+                    if name in caches:
+                        caches[name].read_all(slots, values)
+                    else:
+                        values.copy_(extra[name])
+                    export.left.append(partial(Export.take, values=values, of_target=name == "kv"))
             del shapes["kv"]
             export.describe(sequence.tokens, sequence.num_prompt, sequence.reply.num_cached, shapes)
             export.block_names = sequence.block_hashes(num_computed, self.config.block_size)
@@ -213,12 +218,13 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Return whether a step would do something."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or len(self.held_ids) < len(self.scheduler.held)
 
     @property
     def held_ids(self) -> tuple[str, ...]:
-        """Requests that wait to be exported."""
-        return tuple(sequence.request.request_id for sequence in self.scheduler.held)
+        """Requests that wait to be exported, and can be at once."""
+        held = [one for one in self.scheduler.held if self.copies is None or self.copies.can_finish(one)]
+        return tuple(sequence.request.request_id for sequence in held)
 
     def usage(self) -> EngineUsage:
         """Return what is held right now."""
@@ -234,12 +240,16 @@ class EngineCore:
     def step(self) -> list[TokenDelta]:
         """Advance every scheduled sequence: draft, verify, commit."""
         use_device(self.device)
-        batch = self.scheduler.schedule()
-        if batch is None:
-            return []
-        outcome = self.parts.executor.run(batch)
-        deltas = self.scheduler.commit(batch, outcome)
-        self._record(batch, outcome, deltas)
+        batch, deltas = self.scheduler.schedule(), list[TokenDelta]()
+        if batch is not None:
+            outcome = self.parts.executor.run(batch)
+            deltas = self.scheduler.commit(batch, outcome)
+            self._record(batch, outcome, deltas)
+        if self.copies is not None:
+            with _timed(self.stats, "export_s"):
+                self.copies.send(self.scheduler.leaving)
+            if batch is None:
+                self.copies.wait()
         return deltas
 
     # -- helpers ------------------------------------------------------------------------------------------------
@@ -249,17 +259,28 @@ class EngineCore:
             self.self_check.admit(sequence, self.stats)
         self.scheduler.add(sequence)
 
-    def _bring_in(self, sequence: Sequence) -> None:
-        """Write what was computed elsewhere into the blocks of a sequence."""
+    def _bring_in(self, sequence: Sequence) -> Arrival | None:
+        """Write what was computed elsewhere into the blocks of a sequence; on a GPU, begin to."""
         state = sequence.imported
         assert state is not None
         with _timed(self.stats, "insert_s"):
             values = {"kv": state.kv, **state.extra}
+            arrival = None if self.copies is None else self.copies.arrival()
             for name, cache in self._caches(sequence).items():
                 start = sequence.num_shared if name == "kv" else 0  # shared blocks may lack the drafter's rows
-                slots = self._slots(sequence, start, state.num_computed)
-                cache.write_all(slots, values[name][start:].to(self.device))
+                slots = sequence.slots(state.num_computed, self.config.block_size)[start:]
+                if arrival is None:
+                    cache.write_all(torch.from_numpy(slots), values[name][start:])
+                else:
+                    arrival.bring(cache, slots, values[name][start:])
             self.drafter.import_state(sequence, state.extra)
+            return arrival
+
+    def _new_export(self, sequence: Sequence) -> Export:
+        """Room for the handoff of a sequence that is still being computed."""
+        num_tokens = max(len(sequence.tokens), sequence.num_prompt + (sequence.prefill_only_after or 0))
+        num_values = num_tokens * sum(cache.shape.num_values for cache in self._caches(sequence).values())
+        return Export(self.manifest, num_tokens, num_values * self.cache.data.itemsize)
 
     def _caches(self, sequence: Sequence) -> dict[str, KVCache]:
         """The caches whose rows a handoff of a sequence has, by section."""
@@ -295,6 +316,8 @@ class EngineCore:
         self._forget(sequence.request.request_id)
 
     def _forget(self, request_id: str) -> None:
+        if self.copies is not None:
+            self.copies.forget(request_id)
         self.drafter.forget(request_id)
         self.self_check.forget(request_id)
 

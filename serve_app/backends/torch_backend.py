@@ -437,7 +437,8 @@ class TorchBackend:
                 with self._stats_lock:
                     self._stats.merge(engine.take_stats())
                 events: list[tuple[str, Event]] = [(delta.request_id, delta) for delta in deltas]
-                for request_id in self._to_export.intersection(engine.held_ids):
+                while ready := self._to_export.intersection(engine.held_ids):  # again: copies share memory
+                    request_id = ready.pop()
                     self._to_export.discard(request_id)
                     events.append((request_id, engine.export(request_id)))
                 stalled = not events and not engine.scheduler.is_running

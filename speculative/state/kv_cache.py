@@ -159,10 +159,7 @@ class KVCache:
 
     def read_all(self, slots: Tensor, out: Tensor) -> None:
         """Copy all layers at slots [N] into out [N, num_layers, 2, num_kv_heads, head_dim], in one operation."""
-        if out.device == self.data.device:
-            torch.index_select(self._positions(), 0, slots, out=_words(out))
-        else:
-            _words(out).copy_(self._positions().index_select(0, slots))
+        torch.index_select(self._positions(), 0, slots, out=_words(out))
 
     def write_all(self, slots: Tensor, source: Tensor) -> None:
         """Store all layers of source [N, num_layers, 2, num_kv_heads, head_dim] at slots [N]."""

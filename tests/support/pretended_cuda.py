@@ -10,8 +10,10 @@
   launch goes on to `JITFunction.run`, which `launches_compiled` has compile the kernel.
 - A buffer that is copied to or from without blocking is the host's again when an event behind its copy was waited for.
   Until then what comes from the device is garbage, pinned or not, and what goes there may not change.
-- A stream works only once it has waited for what other streams were given before.
-- Where it has a limit of memory, all tensors outside of graphs count.
+- A stream works only once it has waited for what other streams were given before. Copies of another stream than the
+  default one, and what it was given behind the first, are made as late as they may be: when somebody waits for them, or
+  has asked for their event before. Nobody has to wait for those who does not need them.
+- Where it has a limit of memory, all tensors outside of graphs count, and none may go before a late copy of it.
 
 It does not see numerics or 32-bit offsets.
 """
@@ -21,6 +23,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -181,6 +184,7 @@ class PretendedCuda(TorchFunctionMode):
     waits: (what made the host wait, where) -> how often. num_replays: of graphs.
     num_copied: values that came to the host, while it waited.
     num_launches: outside of graphs, while `counts_launches`; so are the nodes of graphs.
+    num_beside: copies, and what is behind them, of other streams than the default one.
     graphs: in the order of their captures; when they are first needed, and all that the product captures before the
     first request only if `capture_beforehand`, which takes a second or two.
     memory: bytes that it has; None = as many as anybody asks for. taken: of tensors that are alive.
@@ -205,6 +209,7 @@ class PretendedCuda(TorchFunctionMode):
         self.downloads: list[tuple[Tensor, Tensor]] = []  # on their way to the host, where garbage is until then
         self.uploads: dict[int, tuple[Tensor, Tensor]] = {}  # from pinned memory, by address: it, and what was sent
         self._sent_once: list[tuple[Tensor, Tensor]] = []  # from pinned memory to a new tensor
+        self.workers = list[Worker]()  # threads beside engines
         self._in_launcher = False
         self._patches = ExitStack()
         self.clear()
@@ -215,6 +220,7 @@ class PretendedCuda(TorchFunctionMode):
         self.num_launches = 0
         self.num_replays = 0
         self.num_copied = 0
+        self.num_beside = 0
 
     def __enter__(self) -> "PretendedCuda":
         PretendedCuda.current = self
@@ -256,7 +262,7 @@ class PretendedCuda(TorchFunctionMode):
             "torch.cuda.memory_reserved": lambda *_: 0,
             "torch.cuda.memory_allocated": lambda *_: 0,
             "torch.cuda.empty_cache": lambda: None,
-            "torch.cuda.Event": lambda: _Event(self),
+            "torch.cuda.Event": lambda **_: _Event(self),
             "torch.cuda.Stream": make_stream,
             "torch.cuda.current_stream": current_stream,
             "torch.cuda.stream": use_stream,
@@ -265,7 +271,8 @@ class PretendedCuda(TorchFunctionMode):
             "torch.cuda.get_device_capability": lambda *_: (9, 0),
             "torch.cuda.get_device_properties": lambda *_: _PROPERTIES,
             "torch.cuda.device": nullcontext,
-            "torch.cuda.synchronize": lambda *_: self.finish(self.downloads, [*self.uploads.values()]),
+            "torch.cuda.synchronize": self._synchronize,
+            "speculative.gpu.handoff_copies.ThreadPoolExecutor": self._make_worker,
             "torch.cuda.graph_pool_handle": lambda: (0, next(self._pools)),
             "torch.cuda.CUDAGraph": lambda: _Recording(self),
             "torch.cuda.graph": self._capture,
@@ -443,6 +450,11 @@ class PretendedCuda(TorchFunctionMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         held_args, held_kwargs = _held(list(args)), _held(kwargs)
+        name = func.__name__
+        if self.stream.lags and ("out" in kwargs or (name.endswith("_") and not name.endswith("__"))):
+            self.num_launches += self.counts_launches
+            self._do_late(lambda: func(*held_args, **held_kwargs), *_tensors((args, kwargs)))
+            return kwargs.get("out", args[0])
         counter = _CountLaunches() if self.counts_launches else None
         with counter or nullcontext():
             out = func(*held_args, **held_kwargs)
@@ -470,6 +482,9 @@ class PretendedCuda(TorchFunctionMode):
         if name == "cpu":
             self.num_copied += args[0].numel()
             return args[0].held.clone()  # type: ignore[no-any-return]
+        host = args[1] if isinstance(args[0], DeviceTensor) else args[0]
+        if self.stream is not self.streams[0] and self._is_async(host, kwargs):
+            return self._copy_late(*args[:2])
         if not isinstance(args[0], DeviceTensor) and kwargs.get("non_blocking", False):
             return self._download(args[0], args[1].held.clone())
         _held(args[0]).copy_(_held(args[1]))
@@ -478,6 +493,34 @@ class PretendedCuda(TorchFunctionMode):
             assert host not in self.uploads, "a host buffer is sent again, and nobody waited for its last copy"
             self.uploads[host] = (args[1], args[1].clone())
         return args[0]  # type: ignore[no-any-return]
+
+    def _copy_late(self, to: Tensor, source: Tensor) -> Tensor:
+        self.stream.lags = True
+        if isinstance(source, DeviceTensor):
+            _spoil([to])
+            held = source.held
+            self._do_late(lambda: self.downloads.append((to, held.clone())) or self.downloads[-1], source)
+            return to
+        held, sent = _held(to), source.clone()
+
+        def upload() -> None:
+            assert torch.equal(source, sent), _FILLED_EARLY
+            held.copy_(sent)
+
+        self._do_late(upload, to)
+        return to
+
+    def _do_late(self, work: Callable[[], Any], *given: Any) -> None:
+        self.order()
+        self.num_beside += 1
+        given = given if self.memory is not None else ()
+        places = [_storage(one.held) for one in given if isinstance(one, DeviceTensor)]
+
+        def do() -> Any:
+            assert all(self._holders[place] for place in places), "memory was given back before it was copied"
+            return work()
+
+        self.stream.late.append(_Late(do))
 
     def _download(self, host: Tensor, copied: Tensor) -> Tensor:
         """Begin a copy to the host."""
@@ -514,7 +557,8 @@ class PretendedCuda(TorchFunctionMode):
     def order(self) -> None:
         """The current stream works."""
         if self.capturing is None:
-            late = [one for one in self.streams if one is not self.stream and one.work > self.stream.seen.get(one, 0)]
+            others = [one for one in self.streams if one is not self.stream and not one.lags]
+            late = [one for one in others if one.work > self.stream.seen.get(one, 0)]
             assert not late, "a stream works while another does, and has not waited for it"
             self.stream.work += 1
 
@@ -589,8 +633,19 @@ class PretendedCuda(TorchFunctionMode):
             sent, self._sent_once = self._sent_once, []
             assert all(torch.equal(host, copied) for host, copied in sent), _FILLED_EARLY
 
-    def finish(self, downloads: list[tuple[Tensor, Tensor]], uploads: list[tuple[Tensor, Tensor]]) -> None:
-        """The host waits for copies to and from pinned memory."""
+    def _synchronize(self, *_: Any) -> None:
+        for stream in self.streams:
+            stream.carry_out()
+        self.finish(self.downloads, [*self.uploads.values()])
+
+    def _make_worker(self, *_: Any) -> "Worker":
+        self.workers.append(Worker())
+        return self.workers[-1]
+
+    def finish(
+        self, downloads: list[tuple[Tensor, Tensor]], uploads: list[tuple[Tensor, Tensor]], *, waits: bool = True
+    ) -> None:
+        """The host waits for copies to and from pinned memory, or sees that they are done."""
         for host, sent in uploads:
             if self.uploads.get(host.data_ptr(), (None, None))[1] is not sent:
                 continue  # somebody waited for it before
@@ -599,28 +654,54 @@ class PretendedCuda(TorchFunctionMode):
             del self.uploads[host.data_ptr()]
         unfinished = [one for one in self.downloads if any(one is other for other in downloads)]
         self._check_sent()
-        if unfinished:
+        if unfinished and waits:
             self._wait("late copy")
         for host, copied in unfinished:
             host.copy_(copied)
         self.downloads = [one for one in self.downloads if not any(one is other for other in unfinished)]
 
 
+class _Late:
+    """Work of a stream that is done when somebody waits for it; copies to the host are then still to be awaited."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.do: Callable[[], Any] | None = work
+        self.copy: tuple[Tensor, Tensor] | None = None
+
+    def carry_out(self) -> None:
+        if self.do is not None:
+            do, self.do = self.do, None
+            with torch._C.DisableTorchFunction(), torch.inference_mode():
+                done = do()
+            self.copy = done if isinstance(done, tuple) else None
+
+
 class _Stream:
     """Stand in for `torch.cuda.Stream`.
 
     work: pieces that it was given. seen: how many of each other stream's lie before its next one.
+    lags: it has copied beside the default stream. late: what it has still to do.
     """
+
+    device = DEVICE
 
     def __init__(self) -> None:
         self.work = 0
         self.seen: dict[_Stream, int] = {}
+        self.lags = False
+        self.late = list[_Late]()
 
     def wait_stream(self, other: Any) -> None:
         """Let what comes next lie behind all that another one was given."""
         other = getattr(other, "stream", other)
+        other.carry_out()
         for stream, work in {**other.seen, other: other.work}.items():
             self.seen[stream] = max(work, self.seen.get(stream, 0))
+
+    def carry_out(self) -> None:
+        late, self.late = self.late, []
+        for one in late:
+            one.carry_out()
 
 
 class _Event:
@@ -630,14 +711,54 @@ class _Event:
         self._device = device
         self._downloads: list[tuple[Tensor, Tensor]] = []
         self._uploads: list[tuple[Tensor, Tensor]] = []
+        self._late = list[_Late]()
+        self._was_asked = False
 
     def record(self, stream: Any) -> None:
         """All copies so far lie before it."""
         assert stream.device == DEVICE, "recorded where the copy was not made"
         self._downloads, self._uploads = list(self._device.downloads), list(self._device.uploads.values())
+        self._late, self._was_asked = list(stream.stream.late), False
 
-    def synchronize(self) -> None:
-        self._device.finish(self._downloads, self._uploads)
+    def synchronize(self, *, waits: bool = True) -> None:
+        for one in self._late:
+            one.carry_out()
+        copies = [one.copy for one in self._late if one.copy is not None]
+        self._device.finish(self._downloads + copies, self._uploads, waits=waits)
+
+    def query(self) -> bool:
+        """Not when it is asked for the first time, where it has work before it that nobody has waited for."""
+        was_asked, self._was_asked = self._was_asked, True
+        if not was_asked and any(one.do is not None for one in self._late):
+            return False
+        self.synchronize(waits=False)
+        return True
+
+
+class Worker:
+    """A `ThreadPoolExecutor` that works when it is given work, or `by_hand`."""
+
+    def __init__(self) -> None:
+        self.by_hand = False
+        self.given = list[tuple[Future[Any], Callable[[], Any]]]()
+
+    def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.given.append((future, partial(function, *args, **kwargs)))
+        if not self.by_hand:
+            self.work()
+        return future
+
+    def work(self, most: int = sys.maxsize) -> int:
+        """Do so much of what was given, and return how much there was."""
+        given, self.given = self.given[:most], self.given[most:]
+        for future, function in given:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except Exception as error:
+                    future.set_exception(error)
+        return len(given)
 
 
 class _PagedAttention:

@@ -219,7 +219,7 @@ def test_drafts_of_varying_length_and_drafts_that_are_not_sampled(
 @pytest.mark.parametrize("name", ["draft_model", "eagle3"])
 def test_a_handoff(load: Load, drafters: dict[str, DrafterConfig], name: str) -> None:
     def scene(load: Load) -> dict[str, Answer]:
-        prefill, decode = (load(drafter=drafters[name], max_num_seqs=2) for _ in range(2))
+        prefill, decode = (load(drafter=drafters[name]) for _ in range(2))
         requests = [Request(f"r{index}", PROMPTS[index + 1], own, seed=index) for index, own in enumerate(SHORT[:4])]
         found = run(decode, hand_over(prefill, decode, requests, 5))
         assert_idle(prefill)
