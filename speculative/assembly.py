@@ -79,6 +79,7 @@ class Assembly:
             from speculative.gpu.operators import GraphOperators
 
             self.operators = GraphOperators.on(self.device, decoder.kernels)
+            self.scheduler.looks_ahead = True
         self.ops = choose_ops(decoder.kernels) if self.operators is None else self.operators.vocabulary
         self.sampler = Sampler(config, self.device, model.eos_token_ids, self.ops)
         self.checked_sampler = CheckedSampler(self.sampler, self.self_check)

@@ -1,6 +1,6 @@
 """The engine: token ids in, token ids out.
 
-One step schedules, drafts, verifies and commits, and only then the next begins.
+One step schedules, drafts, verifies and commits, and only then is the next one scheduled.
 """
 
 import time

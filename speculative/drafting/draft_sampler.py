@@ -61,19 +61,19 @@ class DraftSampler:
         coupled = [self.is_coupled(sequence) for sequence in sequences]
         noise = None
         if any(coupled):
-            keys = (np.array(coupled), *noise_keys(sequences, num_drafts))
+            keys = (np.array(coupled), *noise_keys(sequences, num_drafts, lengths_of(sequences)))
             noise = NoiseRows(*(torch.from_numpy(key).to(device) for key in keys))
-        drawn = torch.from_numpy(self.uniforms(sequences, num_drafts)).to(device)
+        drawn = torch.from_numpy(self.uniforms(sequences, num_drafts, lengths_of(sequences))).to(device)
         return DraftRound(self.rows_of(sequences, device), drawn, noise)
 
-    def uniforms(self, sequences: Sequences[Sequence], num_drafts: int) -> Float64s:
-        """Return what the drafts that come next are drawn with, [num_drafts, E] float64 in (0, 1)."""
-        key = np.empty((4, num_drafts, len(sequences)), np.uint64)
+    def uniforms(self, sequences: Sequences[Sequence], num_drafts: int, lengths: Int64s) -> Float64s:
+        """Return what drafts behind so many tokens [..., E] are drawn with, [num_drafts, ..., E] float64 in (0, 1)."""
+        key = np.empty((4, num_drafts, *lengths.shape), np.uint64)
         key[0] = np.array([sequence.request.seed for sequence in sequences], np.uint64)
-        key[1] = [len(sequence.tokens) for sequence in sequences]
-        key[2] = np.arange(num_drafts)[:, None]
+        key[1] = lengths
+        key[2] = np.arange(num_drafts).reshape(-1, *[1] * lengths.ndim)
         key[3] = Purpose.DRAFT
-        return uniforms(*key.reshape(4, -1), kernels=self._ops.host).reshape(num_drafts, len(sequences))
+        return uniforms(*key.reshape(4, -1), kernels=self._ops.host).reshape(num_drafts, *lengths.shape)
 
     def is_coupled(self, sequence: Sequence) -> bool:
         """Return whether its drafts are chosen with the noise of their target tokens."""
@@ -103,7 +103,7 @@ class DraftSampler:
         processed = self._ops.process(logits.float(), rows)
         if not self.sampled or all(greedy):
             return processed.topk(count).indices
-        seeds, positions = noise_keys(sequences, offset + 1)
+        seeds, positions = noise_keys(sequences, offset + 1, lengths_of(sequences))
         keys = torch.from_numpy(seeds).to(logits.device), torch.from_numpy(positions[offset]).to(logits.device)
         probs = self._ops.target_probs(processed, rows)
         columns = largest(probs, keys, self._ops.host, ids=self._ids, vocab_size=self.vocab_size, count=count)
@@ -118,8 +118,12 @@ class DraftSampler:
         return logits.new_full((len(logits), self.vocab_size), -torch.inf).index_copy_(1, self._ids, logits)
 
 
-def noise_keys(sequences: Sequences[Sequence], num_drafts: int) -> tuple[Int64s, Int64s]:
-    """Seeds [E], and positions [num_drafts, E] of the drafts that come next, as for `gumbel`."""
+def lengths_of(sequences: Sequences[Sequence]) -> Int64s:
+    """[E] the tokens of each, behind which its next draft comes."""
+    return np.array([len(sequence.tokens) for sequence in sequences], np.int64)
+
+
+def noise_keys(sequences: Sequences[Sequence], num_drafts: int, lengths: Int64s) -> tuple[Int64s, Int64s]:
+    """Seeds [E], and positions [num_drafts, E] of drafts behind so many tokens [E], as for `gumbel`."""
     seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64).view(np.int64)
-    lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
     return seeds, lengths + np.arange(num_drafts)[:, None]

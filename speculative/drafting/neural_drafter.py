@@ -368,7 +368,7 @@ class ModelDrafter(Drafter):
         jobs = []
         for sequence, stop in wanted:
             state = self._state(sequence)
-            if not self.capture:
+            if not self.capture and self.catch_up is None:  # a replay has room for all rows that a round leaves
                 self._keep_what_was_right(state, sequence)
             if stop > state.num_computed:
                 jobs.append(_Job(sequence, state, state.num_computed, stop))
@@ -392,24 +392,44 @@ class ModelDrafter(Drafter):
             hidden = self.catch_up.run(self._rows(jobs, self._features_of(jobs)))
             self._finish(jobs)
             return hidden
-        rows = self._rows(jobs, places)
-        packed, blocks, size = 0, list[int](), self._block_size
-        for sequence, state, start, stop in jobs:
-            row = -(-start // size) * size
-            while row < stop:
+        hidden = self.catch_up.run(self._rows(jobs, places))
+        self._finish_in_buffer(jobs)
+        return hidden
+
+    def rows_behind(self, sequences: Sequences[Sequence], counts: Int64s) -> CatchUpRows | None:
+        """Return what there is to catch up on once a verdict is known that no sequence has yet: so many rows behind the
+        tokens of each, of tokens that only the device knows; None where features lie elsewhere than in the buffer."""
+        ends = (len(own.tokens) + count for own, count in zip(sequences, counts.tolist(), strict=True))
+        jobs = [_Job(own, self._state(own), len(own.tokens), end) for own, end in zip(sequences, ends, strict=True)]
+        places = self._places_in_buffer(jobs) if self.capture else np.empty(0, np.int64)
+        return None if places is None else self._rows(jobs, places)
+
+    def finish_rows(self, sequences: Sequences[Sequence]) -> None:
+        """Note that the rows of these, which have got their tokens, were caught up on."""
+        states = [self._state(own) for own in sequences]
+        paired = zip(sequences, states, strict=True)
+        jobs = [_Job(own, state, state.num_computed, len(own.tokens)) for own, state in paired]
+        (self._finish_in_buffer if self.capture else self._finish)(jobs)
+
+    def _ends_of_blocks(self, jobs: Sequences[_Job]) -> list[tuple[int, int]]:
+        """Each block that is not marked and ends before one of the jobs' rows, and where that row is packed."""
+        found, packed, size = list[tuple[int, int]](), 0, self._block_size
+        for sequence, _, start, stop in jobs:
+            for row in range(-(-start // size) * size, stop, size):
                 block = sequence.blocks[row // size - 1]
                 if not self._pool.is_marked(block):
-                    rows.edges[packed + row - start] = block
-                    blocks.append(block)
-                row += size
+                    found.append((packed + row - start, block))
             packed += stop - start
+        return found
+
+    def _finish_in_buffer(self, jobs: Sequences[_Job]) -> None:
+        """Note that the jobs are done, whose features lay in the buffer."""
+        # Only now: whoever shares a marked block reads the rows and the edge that the run has written.
+        for _, block in self._ends_of_blocks(jobs):
+            self._pool.mark(block)
+        for _, state, _, stop in jobs:
             state.num_computed, state.in_buffer = stop, None
             state.features.clear()
-        hidden = self.catch_up.run(rows)
-        # Only now: whoever shares a marked block reads the rows and the edge that the run has written.
-        for block in blocks:
-            self._pool.mark(block)
-        return hidden
 
     def _places_in_buffer(self, jobs: Sequences[_Job]) -> Int64s | None:
         """[N] where the features that the jobs' rows read lie in the buffer; None unless all do."""
@@ -436,15 +456,20 @@ class ModelDrafter(Drafter):
 
     def _rows(self, jobs: Sequences[_Job], features: Tensor | Int64s) -> CatchUpRows:
         sequences, _, starts, stops = zip(*jobs, strict=True)
-        tokens = [own.tokens[start:stop] for own, start, stop in zip(sequences, starts, stops, strict=True)]
+        spans = zip(sequences, starts, stops, strict=True)
+        tokens = [[*own.tokens[start:stop], *[0] * (stop - len(own.tokens))] for own, start, stop in spans]
         token_ids = np.array(list(chain.from_iterable(tokens)), np.int64)
+        edges = np.full(len(token_ids), -1, np.int64)
+        if not isinstance(features, Tensor) and self.capture:
+            for row, block in self._ends_of_blocks(jobs):
+                edges[row] = block
         return CatchUpRows(
             token_ids=token_ids,
             starts=np.array(starts, np.int64),
             stops=np.array(stops, np.int64),
             sequences=sequences,
             features=features,
-            edges=np.full(len(token_ids), -1, np.int64),
+            edges=edges,
         )
 
     def _features_of(self, jobs: Sequences[_Job]) -> Tensor:

@@ -24,11 +24,12 @@ from speculative.gpu.capture import Capturer
 from speculative.gpu.catch_up_graph import CatchUpPass
 from speculative.gpu.draft_graph import DraftLoop
 from speculative.gpu.logit_edits import LogitEdits, StepEdits, fits, follows
+from speculative.gpu.next_round import NextPass, NextRound
 from speculative.gpu.operators import GraphOperators
 from speculative.gpu.padding import CacheRoom, PagedCache
 from speculative.gpu.paged_attention import AttentionSizes
 from speculative.gpu.prompt_graph import PromptPass, prompt_sizes
-from speculative.gpu.staged_inputs import LateCopy
+from speculative.gpu.staged_inputs import Array, copy_late
 from speculative.gpu.step_requests import LastRequests
 from speculative.gpu.target_graph import GraphRunner, TargetPass
 from speculative.gpu.verify_graph import JudgedRows, VerifyGraph
@@ -108,12 +109,15 @@ class GraphStep:
         )
         prepare = operators.prepare(config.block_size, 0)
         self.runner = GraphRunner(decoder, cache, target, prompts, self.buckets, prepare)
+        drafts = config.drafter.max_drafts > 0
+        self.next_pass = None if drafts else NextPass(target, config.block_size, max_model_len)
         self._vocab_size = decoder.config.vocab_size
         edits = LogitEdits(self.buckets.largest, self._vocab_size, decoder.device, operators.edit)
         self.judge = VerifyGraph(decoder, self.buffers, self._draft_model, config, self.capturer, edits, operators)
-        self._drafts_on_host = LateCopy(self.buffers.drafts.tokens)
+        self._drafts_on_host: Callable[[], Array] | None = None
         self.loop: DraftLoop | None = None
         self._catch_up: CatchUpPass | None = None
+        self.next_round: NextRound | None = None
         if neural is not None:
             use_layer_ops(neural.model.network, operators.layers)
             paged = PagedCache(neural.cache, room, attend)
@@ -123,6 +127,7 @@ class GraphStep:
             )
             self._catch_up = CatchUpPass(neural.model, paged, neural.edges, self.buffers, self.buckets, self.capturer)
             neural.catch_up, neural.draft_loop = self._catch_up, self.loop.make
+            self.next_round = NextRound(neural, self._catch_up, self.loop, config.block_size, max_model_len)
             neural.prepare = operators.prepare(config.block_size, 1 if neural.capture else 0)
 
     # -- which steps --------------------------------------------------------------------------------------------
@@ -153,7 +158,7 @@ class GraphStep:
         Raises:
             EngineFault: a drafter without a model gives another distribution than a point mass.
         """
-        if self.loop is None or self._neural is None:
+        if self.next_round is None:
             drafts, allowed = constrain(batch, self._drafter.propose(batch))
             if not isinstance(drafts.draft_probs, PointMass):
                 raise EngineFault(
@@ -163,16 +168,16 @@ class GraphStep:
                 )
             return StepDrafts(drafts.counts, drafts.token_ids, None, allowed)
         counts = np.array([entry.max_drafts for entry in batch.entries], np.int64)
-        drafting, hidden = self._neural.begin_round(batch)
-        if not drafting:
+        made = self.next_round.draft(batch)
+        if made is None:
             return StepDrafts(counts, np.empty(0, np.int64), None, None)
-        bucket = self.loop.run(drafting, hidden)
         if self._requests.of(batch.entries).edited and _host_reads_drafts(batch):
-            self._drafts_on_host.start()
+            self._drafts_on_host = copy_late(self.buffers.drafts.tokens)
         own = counts[counts > 0]
         entries = np.repeat(np.arange(len(own)), own)
         offsets = np.arange(len(entries)) - np.repeat(np.cumsum(own) - own, own)
-        return StepDrafts(counts, np.zeros(len(entries), np.int64), offsets * bucket.num_seqs + entries, None)
+        rows = offsets * made.bucket.num_seqs + made.places[entries]
+        return StepDrafts(counts, np.zeros(len(entries), np.int64), rows, None)
 
     def verify(self, batch: Batch, drafts: StepDrafts, beside: Sequence[Entry] = ()) -> StepOutcome:
         """Run the target on the step's rows, verify, and copy the results to the host. Prompts beside them are computed
@@ -185,18 +190,21 @@ class GraphStep:
             sources = np.full(len(step_input.input_ids), -1, np.int64)
             sources[step_input.verify_rows[step_input.offsets > 0]] = drafts.rows
         prompts = None
-        if beside and not any(entry.max_drafts or self._takes(entry) for entry in beside):
+        only_prompts = not any(entry.max_drafts or self._takes(entry) for entry in beside)
+        if beside and only_prompts:
             nothing = np.empty(0, np.int64)
             prompts = build_step_input(beside, np.zeros(len(beside), np.int64), nothing, self._config.block_size)
-        self.runner.run_decoding(bucket, step_input, sources, prompts)
+        if beside or self.next_pass is None or not self.next_pass.take(batch.entries, bucket):
+            self.runner.run_decoding(bucket, step_input, sources, prompts)
         requests = self._requests.of(batch.entries)
         sampler, self_check = self._checked.sampler, self._checked.self_check
         checked, edits = self_check.due(), None
         masks: list[list[Bools] | None] = [None] * len(batch.entries)
         if requests.edited:
             if drafts.rows is not None and _host_reads_drafts(batch):  # rules read a model's; the target runs meanwhile
+                assert self._drafts_on_host is not None
                 own = step_input.drafts.copy()
-                own[own >= 0] = self._drafts_on_host.wait()[drafts.rows]
+                own[own >= 0] = self._drafts_on_host()[drafts.rows]
                 step_input = _with_drafts(step_input, own)
             allowed = drafts.masks
             if allowed is None:
@@ -215,14 +223,15 @@ class GraphStep:
         read = self.judge.launch(bucket, rows)
         if self._neural is not None:  # while the device works
             self._neural.observe_in_buffer(batch, step_input)
+        if self.next_round is not None and drafts.rows is not None and only_prompts:
+            self.next_round.begin(batch.entries, np.split(drafts.rows, np.cumsum(drafts.counts)[:-1]))
+        elif self.next_pass is not None and not beside:
+            self.next_pass.begin(bucket, step_input)
         judged = read()
         known = _with_drafts(step_input, judged.draft_ids)
         results = results_per_entry(known, judged.verdicts, judged.logprobs)
         found = DeviceChecks(judged.broken, rows.counted, judged.terms)
-        outcome = self._checked.check(known, judged.verdicts, results, masks, found)
-        if self._neural is not None and not self._neural.capture:
-            self._neural.end_round(batch.entries, _per_entry(known))
-        return outcome
+        return self._checked.check(known, judged.verdicts, results, masks, found)
 
     # -- before the first step ----------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 later."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -115,24 +115,18 @@ def send_once(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
     ]
 
 
-class LateCopy:
-    """A static tensor's copy on the host, made in the order of the stream; the host waits for it when it needs it."""
+def copy_late(tensor: Tensor) -> Callable[[], Array]:
+    """Copy a tensor to the host, in the order of the stream; what is returned waits for the copy alone, and not for
+    what the device was given after it."""
+    host = tensor.to("cpu", non_blocking=True)  # into pinned memory, which torch keeps
+    copied = torch.cuda.Event() if tensor.device.type == "cuda" else None
+    if copied is not None:
+        copied.record(torch.cuda.current_stream(tensor.device))
 
-    def __init__(self, tensor: Tensor) -> None:
-        on_cuda = tensor.device.type == "cuda"
-        self._tensor = tensor
-        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_cuda)
-        self._copied = torch.cuda.Event() if on_cuda else None
+    def wait() -> Array:
+        if copied is not None:
+            copied.synchronize()
+        found: Array = host.numpy()
+        return found
 
-    def start(self) -> None:
-        """Copy what the stream will have written so far."""
-        self._host.copy_(self._tensor, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(self._tensor.device))
-
-    def wait(self) -> Array:
-        """Return what was copied last, until the next copy."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        copied: Array = self._host.numpy()
-        return copied
+    return wait

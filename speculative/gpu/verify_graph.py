@@ -24,7 +24,7 @@ from speculative.gpu.logit_edits import EditSizes, LogitEdits, StepEdits, usual_
 from speculative.gpu.logprob_report import Reported
 from speculative.gpu.operators import GraphOperators
 from speculative.gpu.row_judge import Layout, RowFields, SampledFrom
-from speculative.gpu.staged_inputs import Array, Field, StagedInputs
+from speculative.gpu.staged_inputs import Array, Field, StagedInputs, copy_late
 from speculative.gpu.step_requests import StepRequests
 from speculative.model.decoder import Decoder
 from speculative.request import MAX_LOGPROBS
@@ -163,10 +163,11 @@ class VerifyGraph:
         captured.inputs.send()
         if rows.edits is not None:
             self._edits.send(rows.edits)
-        return functools.partial(self._read, rows, extras, *captured.replay())
+        vector, layout = captured.replay()
+        return functools.partial(self._read, rows, extras, copy_late(vector), layout)
 
-    def _read(self, rows: JudgedRows, extras: Extras, vector: Tensor, layout: Layout) -> JudgedStep:
-        values = vector.cpu().numpy()
+    def _read(self, rows: JudgedRows, extras: Extras, wait: Callable[[], Array], layout: Layout) -> JudgedStep:
+        values = wait()
         found, num_rows, num_entries = layout.parts(values), len(rows.step_input.drafts), len(rows.requests.params)
         expected = found.expected[:num_entries]
         own = found.draft_probs[:num_rows], found.last_probs[:num_entries], found.mass_before[:num_rows]
@@ -199,6 +200,8 @@ class VerifyGraph:
         rows = RowFields(**{name: inputs[name] for name in RowFields._fields} | {"drafts": drafts})
         edited = logits if extras.edits is None else self._edits.apply(logits, rows, extras.edits)
         vector, layout = self._judge(edited, rows, sampled)
+        of_entries = vector[: 2 * bucket.num_seqs].view(2, -1)  # the first parts of `Verified`
+        self._statics.verdict[:, : bucket.num_seqs].copy_(of_entries)
         if extras.reported is None:
             return vector, layout
         verified = layout.parts(vector)

@@ -59,6 +59,7 @@ class Scheduler:
         self._most_drafts = config.drafter.max_drafts
         self._rows = config.drafter.rows_of_drafts
         self.drafter_reads_features = False  # set by `Assembly`, which makes drafters after this
+        self.looks_ahead = False  # set by `Assembly`, where a device begins on the next step before this one is known
         self.bring_in: Callable[[Sequence], Arrival | None] = lambda _: None  # a handoff, into its blocks; None = it is
         self.speculation = Speculation.ON  # which requests may draft, from the next step on
         self.weight_version = DEFAULT_VERSION
@@ -156,7 +157,18 @@ class Scheduler:
                 most_scored -= chunk if sequence.scores_only else 0
                 samples = sequence.num_computed + chunk == len(sequence.tokens)
                 entries.append(Entry(sequence, num_known=chunk, max_drafts=0, samples=samples))
+        if self.looks_ahead:
+            self._take_blocks_ahead(entries)
         return Batch(tuple(entries)) if entries else None
+
+    def _take_blocks_ahead(self, entries: Iterable[Entry]) -> None:
+        """Allocate what the next step will need of decoding sequences, where nobody can miss it."""
+        for sequence, _, max_drafts, _, _ in entries:
+            if len(self._waiting) or 2 * self.pool.num_free < self.pool.num_blocks:
+                break
+            if sequence.decoding:
+                ahead = 2 + 2 * max_drafts  # the pending token and its drafts, all of which may survive, and as many
+                self._grow(sequence, min(ahead, self._max_model_len - sequence.num_computed))
 
     def _turn(self) -> list[Sequence]:
         """The sequences to compute in this step. Canaries and other requests alternate: if speculation is faulty, a

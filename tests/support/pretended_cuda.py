@@ -20,6 +20,7 @@ It does not see numerics or 32-bit offsets.
 
 import itertools
 import sys
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -144,6 +145,7 @@ class _Recording:
     def replay(self) -> None:
         device = self._device
         device.num_replays += 1
+        device.go_on()
         assert device.capturing is None, "a graph is replayed while another is captured"
         device.order()
         for other in device.graphs[self.number :]:
@@ -183,6 +185,8 @@ class PretendedCuda(TorchFunctionMode):
 
     waits: (what made the host wait, where) -> how often. num_replays: of graphs.
     num_copied: values that came to the host, while it waited.
+    num_dry: how often the host has waited for all that the device was given; dry_s: its own time from there to the next
+    graph, in which a GPU would stand still.
     num_launches: outside of graphs, while `counts_launches`; so are the nodes of graphs.
     num_beside: copies, and what is behind them, of other streams than the default one.
     graphs: in the order of their captures; when they are first needed, and all that the product captures before the
@@ -221,6 +225,20 @@ class PretendedCuda(TorchFunctionMode):
         self.num_replays = 0
         self.num_copied = 0
         self.num_beside = 0
+        self.num_dry, self.dry_s = 0, 0.0
+        self._dry_since: float | None = None
+
+    def run_dry(self) -> None:
+        """The host has waited for all that the device was given."""
+        if self._dry_since is None:
+            self.num_dry += 1
+            self._dry_since = time.thread_time()
+
+    def go_on(self) -> None:
+        """A graph is launched."""
+        if self._dry_since is not None:
+            self.dry_s += time.thread_time() - self._dry_since
+            self._dry_since = None
 
     def __enter__(self) -> "PretendedCuda":
         PretendedCuda.current = self
@@ -585,6 +603,8 @@ class PretendedCuda(TorchFunctionMode):
             raise RuntimeError(f"operation not permitted when stream is capturing: {what} in {where}")
         self.waits[what, where] += 1
         self._check_sent()
+        if what != "late copy":
+            self.run_dry()
 
     def _check_devices(self, name: str, args: Any, kwargs: Any) -> None:
         on_host = [t for t in _tensors((args, kwargs)) if not isinstance(t, DeviceTensor)]
@@ -709,6 +729,7 @@ class _Event:
 
     def __init__(self, device: PretendedCuda) -> None:
         self._device = device
+        self._work = 0
         self._downloads: list[tuple[Tensor, Tensor]] = []
         self._uploads: list[tuple[Tensor, Tensor]] = []
         self._late = list[_Late]()
@@ -717,6 +738,7 @@ class _Event:
     def record(self, stream: Any) -> None:
         """All copies so far lie before it."""
         assert stream.device == DEVICE, "recorded where the copy was not made"
+        self._work = stream.stream.work if stream.stream is self._device.streams[0] else -1
         self._downloads, self._uploads = list(self._device.downloads), list(self._device.uploads.values())
         self._late, self._was_asked = list(stream.stream.late), False
 
@@ -725,6 +747,8 @@ class _Event:
             one.carry_out()
         copies = [one.copy for one in self._late if one.copy is not None]
         self._device.finish(self._downloads + copies, self._uploads, waits=waits)
+        if waits and self._work == self._device.streams[0].work:
+            self._device.run_dry()
 
     def query(self) -> bool:
         """Not when it is asked for the first time, where it has work before it that nobody has waited for."""

@@ -63,15 +63,20 @@ def test_every_bucket_gives_what_the_plain_path_gives_at_any_fill(target: Path) 
 def poison(engine: EngineCore) -> None:
     """NaN wherever a step may not look: the statics, the trash blocks, and blocks that nobody holds."""
     assert engine.parts.graphs is not None
-    buffers = engine.parts.graphs.buffers
-    for tensor in (buffers.hidden, buffers.draft_hidden, buffers.drafts.probs, buffers.drafts.mass_before):
+    buffers, next_round = engine.parts.graphs.buffers, engine.parts.graphs.next_round
+    begun = next_round is not None and next_round._begun is not None  # drafts that the step may read
+    for tensor in (
+        buffers.hidden,
+        buffers.draft_hidden,
+        *(() if begun else (buffers.drafts.probs, buffers.drafts.mass_before)),
+    ):
         tensor.fill_(torch.nan)
     unread = torch.ones(len(buffers.features.rows), dtype=torch.bool)
     for state in engine.drafter._in_buffer if isinstance(engine.drafter, ModelDrafter) else ():
         if state.in_buffer is not None:
             unread[state.in_buffer.row : state.in_buffer.row + state.in_buffer.num_rows] = False
     buffers.features.rows[unread] = torch.nan
-    for tensor in (buffers.drafts.tokens, buffers.drafts.columns):
+    for tensor in () if begun else (buffers.drafts.tokens, buffers.drafts.columns):
         tensor.fill_(0)
     pool, size = engine.scheduler.pool, engine.config.block_size
     unheld = [block for block in pool._free if block not in pool._hash_of] + [pool.num_blocks]

@@ -271,8 +271,10 @@ def test_more_sequences_than_are_captured_are_computed_in_parts(
             take(found, engine.step())
             if PretendedCuda.current is not None:
                 waits = dict(PretendedCuda.current.waits)
-                assert waits.pop(("late copy", "gpu/staged_inputs.py:wait"), 0) <= 1, "of the structured request"
-                assert waits == {("cpu", "gpu/verify_graph.py:_read"): num_parts}
+                assert waits.pop(("late copy", "gpu/staged_inputs.py:wait")) - num_parts <= 1, (
+                    "the structured request's"
+                )
+                assert not waits
         return found
 
     assert_same(*on_both(scene, load))
