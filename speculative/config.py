@@ -198,6 +198,7 @@ class EngineConfig(EngineSettings):
 
     num_threads: int = option(1, "CPU threads: the replica's share of the cores, never the machine's.", least=1)
     gpu_share: float = option(1.0, "Part of a GPU's memory that the engine may take.", above=0, most=1)
+    handoffs_on_device: bool = option(False, "Leave handoffs in a GPU's memory, as far as there is room.")
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
 
     def check(self) -> None:

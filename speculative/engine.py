@@ -49,7 +49,7 @@ class EngineCore:
         if self.device.type == "cuda":
             from speculative.gpu.handoff_copies import HandoffCopies  # a CPU's engine loads nothing of speculative.gpu
 
-            self.copies = HandoffCopies(self.cache, self._caches, self._new_export, self.config.block_size)
+            self.copies = HandoffCopies(self.cache, self._caches, self._new_export, self.config)
 
     @classmethod
     def load(cls, folder: Path, config: EngineConfig, make_constraint: ConstraintMaker | None = None) -> "EngineCore":
@@ -280,7 +280,8 @@ class EngineCore:
         """Room for the handoff of a sequence that is still being computed."""
         num_tokens = max(len(sequence.tokens), sequence.num_prompt + (sequence.prefill_only_after or 0))
         num_values = num_tokens * sum(cache.shape.num_values for cache in self._caches(sequence).values())
-        return Export(self.manifest, num_tokens, num_values * self.cache.data.itemsize)
+        make = Export if self.copies is None else self.copies.make_export
+        return make(self.manifest, num_tokens, num_values * self.cache.data.itemsize)
 
     def _caches(self, sequence: Sequence) -> dict[str, KVCache]:
         """The caches whose rows a handoff of a sequence has, by section."""

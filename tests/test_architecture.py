@@ -59,6 +59,7 @@ WITH_TORCH = {
     "serve_app.backends.torch_backend",
     "serve_app.backends.vllm_backend",
     "serve_app.backends.vllm_parts",
+    "serve_app.cluster.nixl",
     "serve_app.referee.book.transformers_model",
 }
 

@@ -19,8 +19,23 @@ from speculative.weight_formats import FORMATS, PRECISIONS
 SHIPPED_HEADS = Path(__file__).parents[1] / "heads"
 """Draft heads that come with the package: as `drafter.model`, each is known by its folder's name."""
 
-Handoff = np.ndarray[Any, np.dtype[np.uint8]]
-"""A computed-token state on its way from one engine to another: one run of bytes that only an engine opens."""
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class DeviceHandoff(NamedTuple):
+    """A handoff whose values, a tensor of bytes, lie on a device; `sealed`: all else, and their checksum."""
+
+    values: Any
+    sealed: Bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return int(self.values.nbytes) + self.sealed.nbytes
+
+
+Handoff = Bytes | DeviceHandoff
+"""A computed-token state on its way from one engine to another, which only an engine opens."""
 
 
 _OF_WEIGHTS_ALONE = ("auto", "awq", "gptq", "bitsandbytes", "gguf")

@@ -23,6 +23,7 @@ from typing import Any
 from serve_app.backends.base import (
     SHIPPED_HEADS,
     Computing,
+    DeviceHandoff,
     Handoff,
     ModelInfo,
     Numerics,
@@ -47,7 +48,7 @@ from speculative.model.file_names import QUANTIZED_FILE
 from speculative.model.head_checkpoint import held_out_rates
 from speculative.model.loading import choose_weights, resolve_model
 from speculative.request import FinishReason, Request, Speculation, TokenDelta
-from speculative.state.handoff import Export
+from speculative.state.handoff import ComputedTokenState, Export, decode_state
 from speculative.stats import DEAD_END, CheckState, EngineUsage, StepStats
 from speculative.warm_up import warm_up
 from speculative.weight_formats import is_rounded
@@ -137,7 +138,7 @@ class TorchBackend:
     async def resume(self, request: Request, handoff: Handoff) -> AsyncGenerator[TokenDelta, None]:
         """Continue from a handoff, which is checked beside the steps."""
         with self._timed("check_s"):
-            state = await asyncio.to_thread(self._live_engine().unpack, handoff)
+            state = await asyncio.to_thread(self._unpack, handoff)
         begin = operator.methodcaller("insert", request, state)
         del handoff, state  # it would otherwise stay in the object store for as long as the stream runs
         async with contextlib.aclosing(self._deltas(request, begin)) as deltas:
@@ -163,7 +164,8 @@ class TorchBackend:
             return Prefilled(tuple(deltas), None)
         try:
             with self._timed("export_s"):
-                return Prefilled(tuple(deltas), await asyncio.to_thread(exports[0].finish))
+                sealed, values = await asyncio.to_thread(exports[0].finish), exports[0].on_device
+                return Prefilled(tuple(deltas), sealed if values is None else DeviceHandoff(values, sealed))
         except EngineFault:  # one damaged prompt is no reason to stop the engine
             self._commands.put(lambda engine: engine.withdraw(exports[0]))
             raise
@@ -339,6 +341,15 @@ class TorchBackend:
         """Compile the request's structure without blocking a step; the engine then finds it compiled."""
         if request.params.structure is not None:
             await asyncio.to_thread(self._live_engine().make_constraint, request.params.structure)
+
+    def _unpack(self, handoff: Handoff) -> ComputedTokenState:
+        engine = self._live_engine()
+        if not isinstance(handoff, DeviceHandoff):
+            return engine.unpack(handoff)
+        from speculative.gpu.device_handoff import compared  # an engine on a CPU loads nothing of speculative.gpu
+
+        with contextlib.nullcontext() if engine.copies is None else engine.copies.beside():
+            return decode_state(handoff.sealed, engine.manifest, functools.partial(compared, handoff.values))
 
     def _publish(self, events: list[tuple[str, Event]]) -> None:
         now = time.monotonic()

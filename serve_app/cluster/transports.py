@@ -32,6 +32,7 @@ class ReplyTransport:
 
     async def pack(self, handoff: Handoff) -> Any:
         """A copy of the bytes, or the array where it is long."""
+        assert isinstance(handoff, np.ndarray)
         return handoff.tobytes() if handoff.nbytes <= self.most_inline else handoff
 
     async def unpack(self, payload: Any) -> Handoff:

@@ -650,7 +650,8 @@ class AppConfig(Section):
         memory that of a GPU."""
         sizes, own = self.engine.model_dump(exclude={"kind"}), self.pool(pool)
         share = min(1.0, own.num_gpus or 1.0)
-        return EngineConfig(**sizes, drafter=self.drafter.config(), num_threads=own.num_threads, gpu_share=share)
+        sizes |= {"num_threads": own.num_threads, "handoffs_on_device": self.payload_transport == "nixl"}
+        return EngineConfig(**sizes, drafter=self.drafter.config(), gpu_share=share)
 
     def replay_config(self, pool: PoolName) -> EngineConfig:
         """The torch engine's settings where it replays beside vLLM: the same weights, unpacked. On a GPU of its own the

@@ -2,6 +2,7 @@
 
     leaving:  cache > (steps' stream) device piece > (own stream) pinned piece > (own thread) handoff, and its checksum
     arriving: handoff > (own thread) pinned piece > (own stream) device piece > (own stream) cache
+    on the device: cache > (steps' stream) handoff, and its checksum (own thread and stream) > (own stream) cache
 
 The engine's thread launches, and waits for no copy: rows that find no free piece are launched after a later step. What
 a step has computed of a prompt leaves behind that step, so that it is copied and hashed while the next chunk is
@@ -22,6 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from speculative.config import EngineConfig
+from speculative.gpu.device_handoff import DeviceExport, make_export
 from speculative.gpu.staged_inputs import send_once
 from speculative.state.batch import Int64s
 from speculative.state.handoff import Export
@@ -66,7 +69,7 @@ class HandoffCopies:
         cache: of the target.
         caches_of: all caches whose rows a sequence's handoff has.
         new_export: room for a sequence's handoff.
-        block_size: tokens a block.
+        config: of the engine.
     """
 
     def __init__(
@@ -74,10 +77,11 @@ class HandoffCopies:
         cache: KVCache,
         caches_of: Callable[[Sequence], Mapping[str, KVCache]],
         new_export: Callable[[Sequence], Export],
-        block_size: int,
+        config: EngineConfig,
     ) -> None:
-        self._cache, self._caches_of, self._new_export, self._block_size = cache, caches_of, new_export, block_size
-        self._device = cache.data.device
+        self._cache, self._caches_of, self._new_export = cache, caches_of, new_export
+        self._block_size, self._device = config.block_size, cache.data.device
+        self.make_export = make_export if config.handoffs_on_device else Export
         self.stream = torch.cuda.Stream(self._device)
         self.worker = ThreadPoolExecutor(1, "truespec-handoffs")
         self.pieces = deque[Piece]()  # free once what was launched with them is done
@@ -99,8 +103,11 @@ class HandoffCopies:
         """Return whether `finish` has nothing to wait for: rows are on their way, and pieces free for its drafter's."""
         rest = sequence.num_computed * sum(cache.shape.num_values for cache in self._drafters(sequence))
         needed = 2 + rest * self._cache.data.itemsize // PIECE_BYTES if rest else 0
-        return self._has_left(sequence) and len(self.pieces) >= min(needed, NUM_PIECES)
+        own = self._leaving.get(sequence.request.request_id)
+        stays = own is not None and isinstance(own.export, DeviceExport)
+        return self._has_left(sequence) and (stays or len(self.pieces) >= min(needed, NUM_PIECES))
 
+    @torch.inference_mode()
     def finish(self, sequence: Sequence, state: Mapping[str, Tensor]) -> Export:
         """The handoff of a held sequence, with its drafter's rows and state; what is not copied yet is left to it."""
         while not self._has_left(sequence):
@@ -114,6 +121,10 @@ class HandoffCopies:
             sent = 0
             while (sent := sent + self._send(export, shape, read, sent)) < shape[0]:
                 self.wait()
+        if isinstance(export, DeviceExport):
+            self.stream.wait_stream(torch.cuda.current_stream(self._device))
+            checked = self.worker.submit(export.check, self.stream, sequence.num_computed)
+            export.left.append(partial(_raise, checked))
         return export
 
     def arrival(self) -> "ArrivingRows":
@@ -160,6 +171,9 @@ class HandoffCopies:
 
     def _send(self, export: Export, shape: Shape, read: Read, begin: int = 0, *, of_target: bool = False) -> int:
         """Copy rows from `begin` on into a handoff, as many as there are free pieces for; return how many."""
+        if isinstance(export, DeviceExport):
+            read(slice(shape[0]), export.place(shape))
+            return shape[0]
         most = PIECE_BYTES // (math.prod(shape[1:]) * self._cache.data.itemsize)
         filled, end = list[tuple[Piece, Tensor]](), begin
         while end < shape[0] and (piece := self.take()) is not None:
@@ -210,9 +224,14 @@ class ArrivingRows:
         self.is_lost = False
 
     def bring(self, cache: KVCache, slots: Int64s, values: Tensor) -> None:
-        """Begin with more rows [N, num_layers, 2, num_kv_heads, head_dim] on the host, for slots [N] of a cache."""
+        """Begin with more rows [N, num_layers, 2, num_kv_heads, head_dim] for slots [N] of a cache."""
         (there,) = send_once([slots], cache.data.device)
         self._slots.append(there)
+        if values.is_cuda:
+            with self._copies.beside() as stream:
+                cache.write_all(there, values)
+                self._written.record(stream)
+            return
         most = PIECE_BYTES // (cache.shape.num_values * values.itemsize)
         self._left.extend((cache, *own) for own in zip(there.split(most), values.split(most), strict=True))
         self._fill()

@@ -1,5 +1,6 @@
 """Device memory: what steps may take, and how many tokens the KV cache may hold beside them."""
 
+import contextlib
 import gc
 import logging
 import time
@@ -20,6 +21,7 @@ _logger = logging.getLogger("truespec.engine")
 
 _KEPT_FREE = 0.05  # of the device's memory, or of a share of it, for what is not counted here
 _OF_A_PROCESS = 3 * 2**28  # estimated: what CUDA, its libraries and compiled kernels take, of which torch knows nothing
+_claims: dict[torch.device, tuple[int, int]] = {}  # of engines: their share, and what of it handoffs may not take
 _STEADY_S, _MOST_S, _LOOK_EVERY_S = 3.0, 60.0, 0.5  # of waiting for memory that others give back
 
 
@@ -119,6 +121,7 @@ def cache_tokens(config: EngineConfig, decoder: Decoder, draft_model: DraftModel
     block_bytes: int = num_values * getattr(torch, config.dtype).itemsize
     steps = step_bytes(config, decoder, draft_model)
     free, total = free_bytes(decoder.device, config.gpu_share)
+    _claims[decoder.device] = total, steps + int(_KEPT_FREE / 2 * total)
     wanted = 1 if config.kv_cache_tokens is None else config.num_blocks
     kept = int(_KEPT_FREE * total) if config.kv_cache_tokens is None else 0
     num_blocks = (free - kept - steps) // block_bytes - 1  # less the block of padding rows
@@ -136,6 +139,19 @@ def cache_tokens(config: EngineConfig, decoder: Decoder, draft_model: DraftModel
         *(num_tokens, config.max_num_seqs, steps / 2**30),
     )
     return num_tokens
+
+
+def room_on_device(num_bytes: int) -> torch.Tensor | None:
+    """Memory for a handoff, on the device of this process's engine; what was launched before may still use it. None =
+    there is no engine on a device, or no room beside what its steps may take and half of what is not counted."""
+    for device, (whole, claimed) in _claims.items():
+        free, _ = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device)
+        idle = min(free, whole - _OF_A_PROCESS - reserved) + reserved - torch.cuda.memory_allocated(device)
+        with contextlib.suppress(torch.OutOfMemoryError):  # it may lie in pieces
+            if num_bytes <= idle - claimed:
+                return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return None
 
 
 def _activation_bytes(model: ModelConfig, num_rows: int, itemsize: int) -> int:

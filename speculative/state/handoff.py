@@ -129,6 +129,7 @@ class Export:
         self._is_finite = True
         self._header: dict[str, Any] = {}
         self.left: list[Callable[[Export], object]] = []  # to be done before it is whole; holding it would be a cycle
+        self.on_device: Tensor | None = None  # bytes that stay there; what is `finish`ed has their checksum instead
         self.block_names: Sequence[bytes] = ()  # of its full blocks in the engine's prefix cache
 
     def place(self, shape: Sequence[int]) -> Tensor:
@@ -177,11 +178,15 @@ class Export:
         return blob[:end]
 
 
-def decode_state(blob: Blob, manifest: Manifest) -> ComputedTokenState:
+def decode_state(
+    blob: Blob, manifest: Manifest, read: Callable[[Blob], Tensor] = torch.from_numpy
+) -> ComputedTokenState:
     """Unpack a state; its `kv` is a view of the blob.
 
     Args:
+        blob: as it arrived.
         manifest: the taking engine's own.
+        read: gives the values' bytes for what lies in their place.
 
     Raises:
         HandoffRefused: reason `damaged`, `version`, or `manifest`; the message names both sides.
@@ -195,7 +200,7 @@ def decode_state(blob: Blob, manifest: Manifest) -> ComputedTokenState:
         raise HandoffRefused("damaged", f"The handoff's {values.size} bytes are no whole number of {dtype} values.")
     with warnings.catch_warnings():  # arrays out of shared memory are read-only, and so is our use of them
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        numbers = torch.from_numpy(values).view(dtype)
+        numbers = read(values).view(dtype)
     if numbers.numel() != sum(sizes):
         raise HandoffRefused("damaged", f"The handoff holds {numbers.numel()} values, its header promises {shapes}.")
     parts = [part.view(one) for part, one in zip(numbers.split(sizes), shapes.values(), strict=True)]

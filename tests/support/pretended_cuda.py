@@ -39,6 +39,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from speculative.config import LogprobsMode
+from speculative.gpu import memory
 from speculative.gpu.capture import side_stream
 from speculative.gpu.graph_step import GraphStep
 from speculative.gpu.operators import CapturedVocabularyOps, GraphOperators
@@ -254,6 +255,7 @@ class PretendedCuda(TorchFunctionMode):
         self._patches.close()
         PretendedCuda.current = None
         side_stream.cache_clear()
+        memory._claims.clear()
 
     def _stand_ins(self) -> dict[str, Any]:
         def make_stream(device: int) -> _Stream:

@@ -2,22 +2,25 @@
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from serve_app.backends import torch_backend
-from serve_app.backends.base import Numerics
+from serve_app.backends.base import DeviceHandoff, Numerics
 from serve_app.backends.torch_backend import TorchBackend
 from speculative.config import DrafterConfig, EngineConfig, WeightsName
 from speculative.engine import EngineCore
-from speculative.errors import ConfigError, EngineFault
+from speculative.errors import ConfigError, EngineFault, HandoffRefused
+from speculative.gpu.device_handoff import checksum
 from speculative.model.arithmetic import Arithmetic
 from speculative.model.formats.fp8 import Fp8
 from speculative.model.quantized import save_quantized
 from speculative.request import FinishReason, Request, SamplingParams, Speculation, TokenDelta
+from speculative.state.handoff import Blob, Export, decode_state
 from tests.support.backend_conformance import (
     GREEDY,
     LONG,
@@ -25,6 +28,7 @@ from tests.support.backend_conformance import (
     PROMPT,
     EngineConformance,
     collect,
+    handed_off,
     idle,
     serving,
     tokens,
@@ -47,6 +51,30 @@ async def backend(folder: Path) -> AsyncIterator[TorchBackend]:
 async def other(folder: Path) -> AsyncIterator[TorchBackend]:
     async with serving(TorchBackend(str(folder), "tiny", CONFIG)) as started:
         yield started
+
+
+async def test_a_handoff_whose_values_travel_apart_is_continued_or_refused(
+    backend: TorchBackend, other: TorchBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def finish_apart(export: Export, finish: Callable[[Export], Blob] = Export.finish) -> Blob:
+        state = decode_state(finish(export), export._manifest)
+        sealed = Export(export._manifest, len(state.token_ids), 8)
+        export.on_device = state.kv.flatten().view(torch.uint8)
+        placed = sealed.place((2,))
+        placed.view(torch.int64).copy_(checksum(export.on_device))
+        sealed.take(placed, of_target=False)
+        sealed.describe(state.token_ids, state.num_prompt, state.num_cached, {})
+        return finish(sealed)
+
+    request = Request("apart", PROMPT, GREEDY)
+    expected = tokens(await collect(other.generate(request)))
+    monkeypatch.setattr(Export, "finish", finish_apart)
+    handoff = await handed_off(backend, request)
+    assert isinstance(handoff, DeviceHandoff)
+    assert tokens(await collect(other.resume(request, handoff))) == expected
+    handoff.values[100] ^= 1
+    with pytest.raises(HandoffRefused, match="not those that were sent"):
+        await collect(other.resume(request, handoff))
 
 
 @pytest.mark.parametrize(

@@ -14,18 +14,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from serve_app.backends.base import DeviceHandoff
+from serve_app.backends.torch_backend import TorchBackend
 from speculative.config import DrafterConfig
 from speculative.drafting.weights import load_weights
 from speculative.engine import EngineCore
 from speculative.errors import EngineFault, HandoffRefused
-from speculative.gpu import handoff_copies
+from speculative.gpu import device_handoff, handoff_copies, memory
+from speculative.gpu.device_handoff import DeviceExport, compared
 from speculative.gpu.handoff_copies import ArrivingRows, HandoffCopies, Piece
 from speculative.request import Request
-from speculative.state.handoff import Blob, Export
+from speculative.state.handoff import Blob, ComputedTokenState, Export, decode_state
 from speculative.state.sequence import Phase
 from tests.support.engines import NO_DRAFTS, Answer, assert_idle, exported, insert, run, take, tiny_engine
 from tests.support.graph_scenes import PLAIN, PROMPTS, add_all, assert_same
-from tests.support.pretended_cuda import PretendedCuda
+from tests.support.pretended_cuda import DeviceTensor, PretendedCuda
 from tests.support.tiny_models import write_tiny_model
 from tests.support.triton_interpreter import needs_triton
 
@@ -68,6 +71,14 @@ def blob_of(engine: EngineCore, index: int = 0) -> Blob:
     return exported(engine, f"r{index}")
 
 
+def unpacked(engine: EngineCore, export: Export) -> ComputedTokenState:
+    """A handoff as this engine's backend reads it, from the device if it stayed there."""
+    backend = TorchBackend("", "", engine.config)
+    backend._engine = engine
+    sealed, values = export.finish(), export.on_device
+    return backend._unpack(sealed if values is None else DeviceHandoff(values, sealed))
+
+
 def assert_nothing_left(device: PretendedCuda, *engines: EngineCore) -> None:
     """Blocks and pieces are free, and the device has done all that it was given."""
     torch.cuda.synchronize()
@@ -94,7 +105,7 @@ def crowd(load: Load) -> dict[str, Answer]:
         take(found, decode.step())
         if (exports and not prefill.has_work) or len(exports) > 1:
             name = next(iter(exports))
-            insert(decode, wanted[int(name[1:])], exports.pop(name).finish())
+            decode.insert(wanted[int(name[1:])], unpacked(decode, exports.pop(name)))
             take(found, decode.step())
             if name == "r1":
                 assert decode.abort(name)
@@ -371,3 +382,98 @@ def test_what_arrives_costs_the_engine_two_launches_a_piece_and_no_wait(load: Lo
             pass
         assert device.num_beside == 2 * 6
         assert not any("handoff" in where or "engine" in where for _, where in device.waits)
+
+
+# -- on the device alone --------------------------------------------------------------------------------------------
+
+
+def staying(load: Load, **changes: Any) -> EngineCore:
+    return load(device="cuda", handoffs_on_device=True, **changes)
+
+
+def left_on_device(engine: EngineCore) -> Export:
+    """The handoff of a prompt that stayed on the device."""
+    engine.add(request_of(0), prefill_only_after=1)
+    run(engine)
+    export = engine.export("r0")
+    assert isinstance(export, DeviceExport)
+    return export
+
+
+@pytest.mark.parametrize("name", ["", "draft_model", "eagle3"])
+def test_what_stays_on_the_device_gives_the_same_answers(
+    load: Load, drafters: dict[str, DrafterConfig], name: str
+) -> None:
+    own = {"drafter": drafters[name], "kv_cache_tokens": 1024} if name else {}
+    expected, engines = crowd(partial(load, **own)), list[EngineCore]()
+
+    def load_staying(**changes: Any) -> EngineCore:
+        engines.append(staying(load, **own, **changes))
+        return engines[-1]
+
+    with PretendedCuda(memory=2**40) as device:  # which sees what is let go too early
+        assert_same(crowd(load_staying), expected)
+        assert all(copies_of(one)._made is None for one in engines), "no pinned memory was ever made"
+        assert not any("copy_" in what and "handoff" in where for what, where in device.waits)
+
+
+def test_what_stays_on_the_device_is_byte_for_byte_what_would_have_left_it(load: Load) -> None:
+    with PretendedCuda():
+        expected = blob_of(load(device="cuda"))
+        engine = staying(load, max_batched_tokens=20)
+        export = left_on_device(engine)
+        sealed, values = export.finish(), export.on_device
+        assert values is not None and len(sealed) + len(values) == len(expected) + 8
+        assert (values.held.numpy() == expected[64 : 64 + len(values)]).all()
+        with pytest.raises(HandoffRefused, match="its header promises"):
+            engine.unpack(sealed)
+        on_host = values.held.clone()
+    decode, whole = load(), load()  # which compute on the host
+    decode.insert(request_of(0), decode_state(sealed, decode.manifest, partial(compared, on_host)))
+    insert(whole, request_of(0), expected)
+    assert_same(run(decode), run(whole))
+
+
+@pytest.mark.parametrize("places", [(0,), (-1,), (5, 7), (1, 1025), (3, -3)])
+def test_what_was_altered_on_its_way_from_device_to_device_is_refused(load: Load, places: tuple[int, ...]) -> None:
+    with PretendedCuda():
+        export = left_on_device(staying(load))
+        decode = staying(load)
+        assert isinstance(export.on_device, DeviceTensor)
+        for place in places:
+            export.on_device.held.numpy()[place] ^= 128
+        with pytest.raises(HandoffRefused, match="not those that were sent"):
+            unpacked(decode, export)
+        assert not decode.has_work
+
+
+def test_what_is_no_number_does_not_stay_on_the_device(load: Load) -> None:
+    with PretendedCuda():
+        engine = staying(load, max_batched_tokens=20)
+        engine.add(request_of(0), prefill_only_after=0)
+        engine.step()
+        engine.cache.data.fill_(torch.nan)
+        run(engine)
+        with pytest.raises(EngineFault, match="not finite"):
+            exported(engine, "r0")
+
+
+def test_what_the_device_has_no_room_for_leaves_through_the_host(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = crowd(load)
+    with PretendedCuda(memory=2**40) as device:
+        engine = staying(load)
+        held = left_on_device(engine)
+        held.finish()
+        assert held.on_device is not None
+        ((_, claimed),) = memory._claims.values()
+        device.memory = device.taken + claimed + held.on_device.untyped_storage().nbytes() - 1
+        engine.add(request_of(1), prefill_only_after=1)
+        run(engine)
+        assert engine.export("r1").on_device is None
+        del held
+        engine.add(request_of(2), prefill_only_after=1)
+        run(engine)
+        assert engine.export("r2").on_device is not None
+    monkeypatch.setattr(device_handoff, "room_on_device", lambda _: None)
+    with PretendedCuda():
+        assert_same(crowd(partial(staying, load)), expected)
