@@ -287,6 +287,7 @@ def handoff(shape: str, device: torch.device) -> None:
         for length in (lengths[-1], *lengths):  # the first is the first
             answer = functools.partial(_answer_prompt, sender, length)
             prompt = sorted(timed_ms(answer, device) for _ in range(5))[2]
+            sender.take_stats()
             kept = timed_ms(functools.partial(answer, hold=1), device)
             marks, own, beside = [time.perf_counter()], list[TokenDelta](), list[float]()
             export = sender.export("prompt")
@@ -302,14 +303,15 @@ def handoff(shape: str, device: torch.device) -> None:
             while not own or own[-1].finish_reason is None:
                 began = time.perf_counter()
                 own += [delta for delta in receiver.step() if delta.request_id == "prompt"]
-                _wait(device)
                 beside.append((time.perf_counter() - began) * 1e3)
                 marks += [time.perf_counter()] if own and len(marks) == 5 else []
+            thread_ms = sender.take_stats().export_s * 1e3
             names = ("export", "its end", "unpack", "insert", "first token")
             parts = [f"{name} {(b - a) * 1e3:.2f} ms" for name, (a, b) in zip(names, pairwise(marks), strict=True)]
             click.echo(
                 f"{shape} handoff of {length} tokens, {blob.nbytes / 2**20:.0f} MiB: prompt {prompt:.1f} ms, and "
-                f"{kept:.1f} ms to be held; {', '.join(parts)}; steps of {load}: {alone[10]:.2f} ms alone, "
+                f"{kept:.1f} ms to be held; {', '.join(parts)}; {thread_ms:.2f} ms of the sender's thread; "
+                f"steps of {load}: {alone[10]:.2f} ms alone, "
                 f"{alone[-1]:.2f} ms at most, {max(beside):.2f} ms at most beside it"
             )
 
