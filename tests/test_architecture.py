@@ -85,7 +85,6 @@ OWNERS = {
         "serve_app.http",
         "serve_app.referee.records.receipts",
         "serve_app.openai",
-        "speculative.state.handoff",
     },
     "pytest": set(),
     "ray": {

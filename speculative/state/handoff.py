@@ -20,11 +20,10 @@ import struct
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
 from torch import Tensor
 
 from speculative.errors import EngineFault, HandoffRefused
@@ -39,7 +38,6 @@ _START = 64  # of the keys and values
 _HEADER_ROOM = 2**20  # bytes, with sections of a single position; and for each token:
 _TOKEN_ROOM = 12
 _MAX_HEADER_BYTES = 64 * 2**20
-_Length = Annotated[NonNegativeInt, Field(lt=2**40)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +92,6 @@ class Arrival(Protocol):
     def cancel(self) -> None:
         """Write nothing more into the blocks than what the device's next step waits for."""
         ...
-
-
-class _Header(BaseModel, strict=True, frozen=True):
-    """The header, as another engine wrote it.
-
-    extra: shapes of the drafter's sections.
-    """
-
-    manifest: Any = None
-    token_ids: tuple[NonNegativeInt, ...]
-    num_prompt: PositiveInt
-    num_cached: NonNegativeInt
-    extra: dict[Annotated[str, Field(min_length=1)], Annotated[tuple[_Length, ...], Field(max_length=8)]]
 
 
 class Export:
@@ -192,8 +177,9 @@ def decode_state(
         HandoffRefused: reason `damaged`, `version`, or `manifest`; the message names both sides.
     """
     values, header = _read_header(blob)
-    check_manifest(header.manifest, manifest)
-    shapes = {"": manifest.kv_shape(len(header.token_ids) - 1), **header.extra}
+    check_manifest(header.get("manifest"), manifest)
+    token_ids, num_prompt, num_cached = _read_counts(header)
+    shapes = {"": manifest.kv_shape(len(token_ids) - 1), **_read_extra(header)}
     sizes = [math.prod(one) for one in shapes.values()]
     dtype = getattr(torch, manifest.dtype)
     if values.size % dtype.itemsize:
@@ -205,7 +191,7 @@ def decode_state(
         raise HandoffRefused("damaged", f"The handoff holds {numbers.numel()} values, its header promises {shapes}.")
     parts = [part.view(one) for part, one in zip(numbers.split(sizes), shapes.values(), strict=True)]
     extra = dict(zip([*shapes][1:], parts[1:], strict=True))
-    return ComputedTokenState(manifest, header.token_ids, header.num_prompt, header.num_cached, parts[0], extra)
+    return ComputedTokenState(manifest, token_ids, num_prompt, num_cached, parts[0], extra)
 
 
 def check_manifest(theirs: Any, manifest: Manifest) -> None:
@@ -219,7 +205,7 @@ def check_manifest(theirs: Any, manifest: Manifest) -> None:
         raise HandoffRefused("manifest", f"The handoff was computed with other settings ({detail or 'extra fields'}).")
 
 
-def _read_header(blob: Blob) -> tuple[Blob, _Header]:
+def _read_header(blob: Blob) -> tuple[Blob, dict[str, Any]]:
     """The values of a blob that is whole, and its header."""
     import xxhash
 
@@ -238,11 +224,34 @@ def _read_header(blob: Blob) -> tuple[Blob, _Header]:
         raise HandoffRefused("damaged", f"The handoff's header claims {length} bytes.")
     values, written = np.split(body, (body.size - length,))
     try:
-        header = _Header.model_validate_json(written.tobytes())
-    except ValidationError as error:
-        fault = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, fault["loc"])) or "JSON"
-        raise HandoffRefused("damaged", f"The handoff's header is not sound, {place}: {fault['msg']}.") from error
-    if not header.num_cached <= header.num_prompt <= len(header.token_ids):
-        raise HandoffRefused("damaged", "The handoff's tokens and counts contradict each other.")
+        header = json.loads(written.tobytes())
+    except (ValueError, RecursionError) as error:
+        raise HandoffRefused("damaged", f"The handoff's header is not readable: {error}.") from error
+    if not isinstance(header, dict):
+        raise HandoffRefused("damaged", "The handoff's header is no object.")
     return values, header
+
+
+def _read_counts(header: dict[str, Any]) -> tuple[tuple[int, ...], int, int]:
+    token_ids, num_prompt, num_cached = (header.get(key) for key in ("token_ids", "num_prompt", "num_cached"))
+    sound = (
+        isinstance(token_ids, list)
+        and all(type(token) is int and token >= 0 for token in token_ids)
+        and type(num_prompt) is int
+        and type(num_cached) is int
+        and 0 <= num_cached <= num_prompt
+        and 1 <= num_prompt <= len(token_ids)
+    )
+    if not sound:
+        raise HandoffRefused("damaged", "The handoff's tokens and counts contradict each other.")
+    return tuple(token_ids), num_prompt, num_cached  # type: ignore[arg-type, return-value]
+
+
+def _read_extra(header: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    extra = header.get("extra")
+    if not isinstance(extra, dict) or not all(
+        name and isinstance(shape, list) and len(shape) <= 8 and all(type(n) is int and 0 <= n < 2**40 for n in shape)
+        for name, shape in extra.items()
+    ):
+        raise HandoffRefused("damaged", "The handoff's sections have no sound shapes.")
+    return {name: tuple(shape) for name, shape in extra.items()}
