@@ -3,6 +3,7 @@
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,16 @@ def busy_scene(engine: EngineCore, seed: int) -> dict[str, Answer]:
     return found
 
 
+def computed_again(engine: EngineCore, seed: int) -> dict[str, Answer]:
+    """Everything is computed again while drafts wait to be taken, and then all decode in the order they did."""
+    found = defaultdict[str, Answer](Answer)
+    add_all(engine, PLAIN[seed:][:3])
+    for _ in range(5):
+        take(found, engine.step())
+    engine.scheduler.invalidate_cache()
+    return run(engine, found)
+
+
 def evidence_of(engine: EngineCore, found: dict[str, Answer]) -> Evidence:
     """The answers, the counts and sums of all steps, and what the prefix cache would give others, bit for bit."""
     stats, size, pool = engine.take_stats(), engine.config.block_size, engine.scheduler.pool
@@ -88,14 +99,14 @@ def serve(target: Path, drafters: dict[str, DrafterConfig], monkeypatch: pytest.
     """Run the busy scene, with what is begun early and without."""
     monkeypatch.setattr(next_round, "STEADY_STEPS", 1)
 
-    def serve(name: str, *, early: bool = True, **changes: Any) -> Evidence:
+    def serve(name: str, *, early: bool = True, scene: Any = busy_scene, **changes: Any) -> Evidence:
         given = {"drafter": drafters[name], "self_check_sample_rate": 1.0, "max_num_seqs": 8, "cuda_graphs": True}
         with monkeypatch.context() as patch:
             if not early:
                 patch.setattr(NextRound, "begin", lambda *_: None)
                 patch.setattr(NextPass, "begin", lambda *_: None)
             engine = load_engine(target, settings(**given | changes), make_constraint=lambda _: Alternating())
-            return evidence_of(engine, busy_scene(engine, SEED))
+            return evidence_of(engine, scene(engine, SEED))
 
     return serve
 
@@ -151,6 +162,25 @@ def test_a_guard_that_is_missing_is_found(serve: Serve, fault: str, monkeypatch:
     monkeypatch.setattr(*FAULTS[fault])
     with pytest.raises((AssertionError, IndexError)):
         assert_same_bits(serve(name, **TIGHT), expected)
+
+
+def _whoever_it_is(self: _Begun, entries: Any, *given: Any) -> Any:
+    of = {own: (place, own.admission, *rest) for own, (place, _, *rest) in self.of.items()}
+    return PLACES(self._replace(of=of), entries, *given)
+
+
+PLACES = _Begun.places
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_drafts_of_what_is_computed_again_are_made_again(
+    serve: Serve, fault: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = serve("eagle3", scene=computed_again, early=False)
+    if fault:
+        monkeypatch.setattr(_Begun, "places", _whoever_it_is)
+    with pytest.raises(AssertionError) if fault else nullcontext():
+        assert_same_bits(serve("eagle3", scene=computed_again), expected)
 
 
 @pytest.mark.slow
