@@ -40,7 +40,7 @@ class RoundDrafts(NamedTuple):
 class _Begun(NamedTuple):
     """What was begun, and nobody has taken yet.
 
-    of: by sequence its place, its admission and its tokens when that was begun, and how many drafts it has.
+    of: by sequence its place, its admission and its advances when that was begun, and how many drafts it has.
     number: how often the buffers with the results had been written.
     """
 
@@ -51,7 +51,7 @@ class _Begun(NamedTuple):
     @classmethod
     def of_entries(cls, entries: Sequences[Entry], bucket: Bucket | PackedBucket, number: int) -> "_Begun":
         """Remember for whom it was begun."""
-        about = [(own.admission, len(own.tokens), most) for own, _, most, _, _ in entries]
+        about = [(own.admission, own.num_advances, most) for own, _, most, _, _ in entries]
         return cls({own[0]: (place, *about[place]) for place, own in enumerate(entries)}, bucket, number)
 
     def places(self, entries: Sequences[Entry], bucket: Bucket | PackedBucket, number: int) -> Int64s | None:
@@ -60,9 +60,9 @@ class _Begun(NamedTuple):
             return None
         places = list[int]()
         for own, _, max_drafts, _, _ in entries:
-            place, admission, num_tokens, num_drafts = self.of.get(own, (0, -1, 0, 0))
-            if own.admission != admission or len(own.tokens) <= num_tokens or max_drafts > num_drafts:
-                return None  # it is new, was computed again, or has not got the tokens that this lies behind
+            place, admission, num_advances, num_drafts = self.of.get(own, (0, -1, 0, 0))
+            if (own.admission, own.num_advances - 1) != (admission, num_advances) or max_drafts > num_drafts:
+                return None  # it is new, was computed again, or has got other steps' tokens than this lies behind
             places.append(place)
         return np.array(places, np.int64)
 

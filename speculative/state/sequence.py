@@ -95,6 +95,7 @@ class Sequence:
         self.tokens = list(request.prompt_token_ids if tokens is None else tokens)
         self.num_prompt = len(request.prompt_token_ids)
         self.num_computed = 0
+        self.num_advances = 0  # steps whose results it has got
         self.phase = Phase.WAITING
         self.blocks: list[int] = []
         self.constraint = constraint
@@ -184,6 +185,7 @@ class Sequence:
         The last one stays pending, also where a stop cut off accepted drafts whose keys and values are in the cache:
         hence `min`.
         """
+        self.num_advances += 1
         self.tokens.extend(emitted)
         self.num_computed = min(num_computed, len(self.tokens) - 1)
 

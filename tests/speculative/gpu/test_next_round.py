@@ -19,6 +19,7 @@ from speculative.gpu import next_round
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.next_round import NextPass, NextRound, _Begun
 from speculative.request import Request, SamplingParams, Speculation
+from speculative.scheduling.draft_length import DraftLength, DraftPlan
 from speculative.scheduling.scheduler import Scheduler
 from speculative.state.sequence import Sequence
 from speculative.stats import StepStats
@@ -128,6 +129,21 @@ def test_what_is_begun_early_changes_no_bit(
     assert_same_bits(serve(name, **changes), expected)
     assert outcomes["taken"] > 3 and outcomes["dropped"] > 3
     assert changes or outcomes["taken in part"] > 0
+
+
+def _plan_passages(_: DraftLength, decoding: list[Sequence]) -> DraftPlan:
+    """Every other round or so repeats a passage, in the model's place."""
+    return DraftPlan(repeated={own.request.request_id: [5, 9] for own in decoding if len(own.tokens) % 2})
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_what_was_begun_before_a_passage_is_dropped_behind_it(
+    serve: Serve, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lone stream's passage is verified eagerly: no step asks for what was begun, and the stream goes on."""
+    monkeypatch.setattr(DraftLength, "choose", _plan_passages)
+    expected = serve(name, early=False, max_num_seqs=1)
+    assert_same_bits(serve(name, max_num_seqs=1), expected)
 
 
 def _first_rows(self: _Begun, entries: Any, *_: Any) -> Any:
