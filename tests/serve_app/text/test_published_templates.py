@@ -34,6 +34,31 @@ CHATML = (
 )
 PUBLISHED = {
     "chatml": Published(CHATML, ("<|im_start|>", "<|im_end|>", "<|endoftext|>"), "<|im_end|>"),
+    "llama 3.1": Published(
+        "{{- bos_token }}\n{%- if not date_string is defined %}\n{%- if strftime_now is defined %}\n"
+        '{%- set date_string = strftime_now("%d %b %Y") %}\n{%- else %}\n{%- set date_string = "26 Jul 2024" %}\n'
+        "{%- endif %}\n{%- endif %}\n{%- if messages[0]['role'] == 'system' %}\n"
+        "{%- set system_message = messages[0]['content']|trim %}\n{%- set messages = messages[1:] %}\n{%- else %}\n"
+        '{%- set system_message = "" %}\n{%- endif %}\n'
+        '{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}\n{%- if tools is not none %}\n'
+        '{{- "Environment: ipython\\n" }}\n{%- endif %}\n{{- "Today Date: " + date_string + "\\n\\n" }}\n'
+        "{%- if tools is not none %}\n{%- for t in tools %}\n{{- t | tojson(indent=4) }}\n"
+        '{{- "\\n\\n" }}\n{%- endfor %}\n'
+        '{%- endif %}\n{{- system_message }}\n{{- "<|eot_id|>" }}\n{%- for message in messages %}\n'
+        "{%- if 'tool_calls' in message %}\n{%- if not message.tool_calls|length == 1 %}\n"
+        '{{- raise_exception("This model only supports single tool-calls at once!") }}\n{%- endif %}\n'
+        "{%- set tool_call = message.tool_calls[0].function %}\n"
+        "{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}\n"
+        '{{- \'{"name": "\' + tool_call.name + \'", "parameters": \' + tool_call.arguments|tojson + "}" }}\n'
+        '{{- "<|eot_id|>" }}\n{%- elif message.role == "tool" or message.role == "ipython" %}\n'
+        '{{- "<|start_header_id|>ipython<|end_header_id|>\\n\\n" + message.content + "<|eot_id|>" }}\n{%- else %}\n'
+        "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + "
+        "'<|eot_id|>' }}\n{%- endif %}\n{%- endfor %}\n{%- if add_generation_prompt %}\n"
+        "{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}\n{%- endif %}\n",
+        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        "<|eot_id|>",
+        bos="<|begin_of_text|>",
+    ),
     "gemma": Published(
         "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
         "{% endif %}{% for message in messages %}{% if (message['role'] == 'assistant') %}{% set role = 'model' %}"
