@@ -49,7 +49,7 @@ class DeviceExport(Export):
 
 
 def make_export(manifest: Manifest, num_tokens: int, num_bytes: int) -> Export:
-    """As `Export`, on the device if it has room."""
+    """Make room for a handoff: on the device where there is some, else on the host."""
     memory = room_on_device(num_bytes + _SECTIONS_ROOM)
     return Export(manifest, num_tokens, num_bytes) if memory is None else DeviceExport(manifest, num_tokens, memory)
 

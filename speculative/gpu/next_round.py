@@ -38,7 +38,7 @@ class RoundDrafts(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """What was begun, and nobody has taken yet.
+    """Work that was begun, and that nobody has taken yet.
 
     of: by sequence its place, its admission and its advances when that was begun, and how many drafts it has.
     number: how often the buffers with the results had been written.

@@ -62,7 +62,7 @@ def launch_all(folder: str, drafter: dict[str, Any], changes: dict[str, Any]) ->
 
 
 def compiler(capabilities: list[int], faults: dict[str, dict[str, int]]) -> Callable[..., None]:
-    """What takes the place of a launch: compiles for GPUs of these capabilities, and keeps the largest sizes."""
+    """Stands in for a launch: compiles for GPUs of these capabilities, and keeps the largest sizes."""
     own_driver: Any = Driver()
     driver.set_active(own_driver)
 

@@ -256,15 +256,20 @@ def test_a_prompt_of_one_token_has_no_rows(load: Load, drafters: dict[str, Draft
         assert_nothing_left(device, prefill, decode)
 
 
+def assert_refuses_what_is_no_number(engine: EngineCore) -> None:
+    """Its cache is spoiled in the middle of a prompt, which then cannot be handed off."""
+    engine.add(request_of(0), prefill_only_after=0)
+    engine.step()
+    engine.cache.data.fill_(torch.nan)
+    run(engine)
+    with pytest.raises(EngineFault, match="not finite"):
+        exported(engine, "r0")
+
+
 def test_what_is_no_number_is_not_handed_off(load: Load) -> None:
     with PretendedCuda(memory=2**40) as device:
         engine = load(device="cuda", max_batched_tokens=20)
-        engine.add(request_of(0), prefill_only_after=0)
-        engine.step()
-        engine.cache.data.fill_(torch.nan)
-        run(engine)
-        with pytest.raises(EngineFault, match="not finite"):
-            exported(engine, "r0")
+        assert_refuses_what_is_no_number(engine)
         assert_nothing_left(device, engine)
 
 
@@ -450,12 +455,7 @@ def test_what_was_altered_on_its_way_from_device_to_device_is_refused(load: Load
 def test_what_is_no_number_does_not_stay_on_the_device(load: Load) -> None:
     with PretendedCuda():
         engine = staying(load, max_batched_tokens=20)
-        engine.add(request_of(0), prefill_only_after=0)
-        engine.step()
-        engine.cache.data.fill_(torch.nan)
-        run(engine)
-        with pytest.raises(EngineFault, match="not finite"):
-            exported(engine, "r0")
+        assert_refuses_what_is_no_number(engine)
 
 
 def test_what_the_device_has_no_room_for_leaves_through_the_host(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ Engine = tuple[str, dict[str, Any], dict[str, Any], tuple[int, ...]]
 
 
 class Kernel(NamedTuple):
-    """What the compiler made of a launch."""
+    """A launch, as it was compiled."""
 
     name: str
     capability: str

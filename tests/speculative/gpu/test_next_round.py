@@ -1,4 +1,4 @@
-"""What is begun before the host has read a verdict changes no bit of what is served, and leaves the device no pause."""
+"""Steps begun before the host has read a verdict: no bit of what is served changes, and the device has no pause."""
 
 import random
 from collections import Counter, defaultdict
@@ -191,7 +191,7 @@ def test_drafts_of_what_is_computed_again_are_made_again(serve: Serve) -> None:
 def test_the_device_has_work_while_the_host_books_a_step(
     target: Path, drafters: dict[str, DrafterConfig], name: str, num_streams: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the pretended device's clock; replays and waits are those of steps that begin nothing early."""
+    """The pretended device's clock tells; replays and waits are those of steps that begin nothing early."""
     changes = {"drafter": drafters[name], "max_num_seqs": num_streams, "max_batched_tokens": 512, "block_size": 16}
     costs = list[tuple[int, int, int]]()
     for early in (False, True):

@@ -130,7 +130,7 @@ def test_a_token_is_the_same_bits_in_any_chunk(tiles: Kernels, tmp_path: Path, m
         assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
 
 
-def test_kernels_that_round_alike_have_one_name(tiles: Kernels) -> None:
+def test_kernels_that_round_differently_have_different_names(tiles: Kernels) -> None:
     names = set()
     for by_tiles in (False, True):
         for attends_by_tiles in (False, True):

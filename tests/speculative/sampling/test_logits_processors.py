@@ -145,7 +145,7 @@ PROMPTS = [(3, 5, 8, 3, 5, 8, 3), (21, 34, 55, 21, 34), (7, 9, 7, 9, 7, 9, 11), 
 
 
 def test_processed_logprobs_are_those_of_the_naive_distribution_at_every_position(tiny_folder: Path) -> None:
-    """Of requests side by side: without parameters, with each alone, and with all together."""
+    """Requests side by side: without parameters, with each alone, and with all together."""
     engine = tiny_engine(tiny_folder, logprobs_mode="processed_logprobs")
     asked = {"max_tokens": 50, "temperature": 0.5, "logprobs": 0, "ignore_eos": True}
     requests = [
