@@ -121,7 +121,7 @@ class DrafterConfig(DrafterSettings):
     @property
     def widths(self) -> tuple[int, ...]:
         """Candidates that each node of a tree has behind it, by its depth; all 1 where no trees are drafted."""
-        return self.tree + (1,) * (self.num_draft_tokens - len(self.tree))
+        return (*self.tree, *[1] * (self.num_draft_tokens - len(self.tree)))  # a tree from JSON is a list
 
     @property
     def rows_of_drafts(self) -> Sequence[int]:
