@@ -60,7 +60,7 @@ async def _send(left: list[BatchRequest], output: BatchOutput, options: BatchOpt
                     output.append(request.custom_id, attempt, body)
                     continue
                 view.say(f"{request.custom_id} has no answer: {attempt.reported()}")
-                if attempt.status is None and not await asyncio.to_thread(_is_alive, options):
+                if attempt.status in (None, 404) and not await asyncio.to_thread(_is_alive, options):
                     raise ServiceError(f"{options.url} does not answer; run the same command when it does.")
 
         for _ in range(options.concurrency):
@@ -81,6 +81,8 @@ async def _ask(client: AsyncClient, request: BatchRequest, options: BatchOptions
 
 
 def _may_pass(attempt: Attempt) -> bool:
+    if attempt.status == 404:  # a server's own is JSON; a proxy that starts and knows no application yet has text
+        return _object(attempt.content) is None
     return attempt.status is None or attempt.status in (408, 429) or attempt.status >= 500
 
 

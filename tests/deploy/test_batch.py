@@ -135,7 +135,7 @@ def test_a_refusal_is_kept_and_what_has_no_answer_is_asked_in_the_next_run(tmp_p
 
     def answer(prompt: str, times: int) -> Reply:
         page = (200, {}, "<html>a proxy's page</html>")
-        failures = {"b": failure(400, "unknown_parameter"), "c": page, "d": failure(429, "busy")}
+        failures = {"b": failure(404, "model_not_found"), "c": page, "d": failure(429, "busy")}
         return failures.get(prompt) or completion("fine")
 
     with FakeOpenAI(answer).running() as server:
@@ -146,14 +146,18 @@ def test_a_refusal_is_kept_and_what_has_no_answer_is_asked_in_the_next_run(tmp_p
         assert "3 of 5 requests done" in run.output and "2 requests have no answer; the same command" in run.output
         assert server.asked == {"a": 1, "b": 1, "c": 1, "d": 3, "e": 1}
         refused = by_id(files[1])["b"]["response"]
-        assert (refused["status_code"], refused["body"]["error"]["code"]) == (400, "unknown_parameter")
+        assert (refused["status_code"], refused["body"]["error"]["code"]) == (404, "model_not_found")
         server.answer = lambda prompt, times: completion(f"to {prompt}")
         run = batch(files, server.url)
     assert run.exit_code == 1 and "5 of 5" in run.output and "1 requests were refused" in run.output
     assert server.asked == {"a": 1, "b": 1, "c": 2, "d": 4, "e": 1} and by_id(files[1]).keys() == set("abcde")
 
 
-@pytest.mark.parametrize("passing", [failure(status, "later", retry_after="7") for status in (408, 429, 500)] + [BREAK])
+PASSING = [failure(status, "later", retry_after="7") for status in (408, 429, 500)]
+STARTING = (404, {}, "Path '/v1/completions' not found. Ping http://.../-/routes for available routes.")  # HAProxy's
+
+
+@pytest.mark.parametrize("passing", [*PASSING, STARTING, BREAK])
 def test_what_may_pass_is_tried_again(tmp_path: Path, waits: list[str], passing: Reply) -> None:
     files = write_lines(tmp_path, map(line, "ab"))
 
@@ -162,7 +166,7 @@ def test_what_may_pass_is_tried_again(tmp_path: Path, waits: list[str], passing:
 
     with FakeOpenAI(answer).running() as server:
         assert batch(files, server.url).exit_code == 0
-    assert server.asked == {"a": 1, "b": 4} and waits == ["" if passing == BREAK else "7"] * 3
+    assert server.asked == {"a": 1, "b": 4} and waits == [passing[1].get("retry_after", "")] * 3
 
 
 def test_retry_after_is_honoured_and_without_it_waits_double() -> None:
@@ -175,6 +179,9 @@ def test_a_server_that_is_gone_or_refuses_the_key_stops_the_batch(tmp_path: Path
     run = batch(files, NOBODY, "--retries", "1")
     assert run.exit_code == 1 and f"{NOBODY} does not answer; run the same command" in run.output
     assert "a: no reply: " in run.output and "; retry 1 of 1 in 0 s" in run.output
+    with FakeOpenAI(lambda prompt, times: STARTING).running() as server:
+        run = batch(files, server.url, "--retries", "1", "--concurrency", "1")
+    assert server.asked == {"a": 2} and f"{server.url} does not answer; run" in run.output
     key = tmp_path / "key"
     key.write_text("key-of-the-file\n")
     with FakeOpenAI(lambda prompt, times: failure(401, "no")).running() as server:
