@@ -66,9 +66,11 @@ def test_an_answer_is_drafted_handed_over_verified_and_counted() -> None:
             pieces = [event["choices"][0]["delta"].get("content") or "" for event in events if event.get("choices")]
             assert {"".join(pieces)} == texts
         wait_for(lambda: all(counts(client.get("/metrics").text)), "all that is counted", 30)
-        if torch.backends.cpu.get_cpu_capability() == "AVX512" and cpu_kernels() is not None:  # whose rounding is shown
-            for name, language, code, shown in SNIPPETS:
-                assert _output_of(code, language, base_url) == shown, name
+        kernels, capability = cpu_kernels(), torch.backends.cpu.get_cpu_capability()
+        is_shown = capability == "AVX512" and kernels is not None and not kernels.has_tiles  # whose rounding is shown
+        for name, language, code, shown in SNIPPETS:
+            said = _output_of(code, language, base_url)
+            assert said == shown if is_shown else said.startswith("The capital of France is Paris"), name
 
 
 def counts(metrics: str) -> list[float]:

@@ -209,7 +209,7 @@ def bench(model: Path, *options: object) -> Result:
 
 def test_the_command_compares_real_engines(bench_model: Path, tmp_path: Path) -> None:
     out, page = tmp_path / "figures.json", tmp_path / "page.md"
-    options = ["--engines", "ours/off,ours/ngram:k=2,ours/eagle3"]
+    options = ["--engines", "ours/off,ours/draft_model:k=2,ours/eagle3", "--draft-model", str(bench_model)]
     options += ["--streams", "2", "--temperatures", "0", "--rounds", "1", "--json", str(out)]
     result = bench(bench_model, *options, "--markdown", page, "--section", "two words", "--noisy")
     assert result.exit_code == 0, result.output
@@ -225,7 +225,7 @@ def test_the_command_compares_real_engines(bench_model: Path, tmp_path: Path) ->
     assert "--head" in found["left_out"][0]["reason"]
     text = page.read_text()
     assert text.count("<!-- bench: two words -->") == 1
-    assert "| ours/ngram:k=2 |" in text and f"commit {found['provenance']['commit']}" in text
+    assert "| ours/draft_model:k=2 |" in text and f"commit {found['provenance']['commit']}" in text
 
 
 @pytest.mark.parametrize(
