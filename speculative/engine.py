@@ -218,7 +218,12 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Return whether a step would do something."""
-        return self.scheduler.has_work or len(self.held_ids) < len(self.scheduler.held)
+        return self.scheduler.has_work or self.is_copying
+
+    @property
+    def is_copying(self) -> bool:
+        """Return whether something held cannot be exported yet."""
+        return len(self.held_ids) < len(self.scheduler.held)
 
     @property
     def held_ids(self) -> tuple[str, ...]:

@@ -452,7 +452,7 @@ class TorchBackend:
                     request_id = ready.pop()
                     self._to_export.discard(request_id)
                     events.append((request_id, engine.export(request_id)))
-                stalled = not events and not engine.scheduler.is_running
+                stalled = not (events or engine.scheduler.is_running or engine.is_copying)
                 if events:
                     self._call(self._publish, events)
         except Exception as error:

@@ -345,7 +345,8 @@ class ModelDrafter(Drafter):
         num_computed = len(sequence.tokens) - 1
         state = _State(sequence.admission, max(self._first_row, num_computed))
         if self.capture and num_computed > 0:
-            state.features.append((num_computed - 1, sections["drafter_features"].to(self._device, copy=True)))
+            features = sections["drafter_features"].to(self._device, non_blocking=True, copy=True)
+            state.features.append((num_computed - 1, features))
         self._states[sequence.request.request_id] = state
 
     # -- catching up --------------------------------------------------------------------------------------------

@@ -49,8 +49,8 @@ class DeviceExport(Export):
 
 
 def make_export(manifest: Manifest, num_tokens: int, num_bytes: int) -> Export:
-    """Make room for a handoff: on the device where there is some, else on the host."""
-    memory = room_on_device(num_bytes + _SECTIONS_ROOM)
+    """Make room for a handoff: on the device where there is some, else on the host, as for one without any rows."""
+    memory = room_on_device(num_bytes + _SECTIONS_ROOM) if num_tokens > 1 else None
     return Export(manifest, num_tokens, num_bytes) if memory is None else DeviceExport(manifest, num_tokens, memory)
 
 

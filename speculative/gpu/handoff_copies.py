@@ -25,14 +25,13 @@ from torch import Tensor
 
 from speculative.config import EngineConfig
 from speculative.gpu.device_handoff import DeviceExport, make_export
+from speculative.gpu.memory import NUM_PIECES, PIECE_BYTES
 from speculative.gpu.staged_inputs import send_once
 from speculative.state.batch import Int64s
 from speculative.state.handoff import Export
 from speculative.state.kv_cache import KVCache
-from speculative.state.sequence import Sequence
+from speculative.state.sequence import Phase, Sequence
 
-PIECE_BYTES = 2**24
-NUM_PIECES = 16
 _LOOK_EVERY_S = 0.0005  # at copies, where nothing can be computed meanwhile
 
 Shape = tuple[int, ...]
@@ -89,7 +88,9 @@ class HandoffCopies:
         self._leaving: dict[str, _Leaving] = {}
 
     def send(self, sequences: Iterable[Sequence]) -> None:
-        """Begin to copy what these have computed since the last call, as far as pieces are free."""
+        """Begin to copy what these have computed since the last call, as far as pieces are free; each leaves as many as
+        a held one before it needs to end."""
+        spare = 0
         for sequence in sequences:
             name, num_computed = sequence.request.request_id, sequence.num_computed
             own = self._leaving.get(name)
@@ -97,15 +98,14 @@ class HandoffCopies:
                 own = self._leaving[name] = _Leaving(sequence.admission, self._new_export(sequence))
             if own.num_sent < num_computed:
                 slots = sequence.slots(num_computed, self._block_size)[own.num_sent :]
-                own.num_sent += self._send(own.export, *self._rows(self._cache, slots), of_target=True)
+                rows = self._rows(self._cache, slots)
+                own.num_sent += self._send(own.export, *rows, spare=spare, of_target=True)
+            spare = max(spare, self._num_needed(sequence) if sequence.phase is Phase.HELD else 0)
 
     def can_finish(self, sequence: Sequence) -> bool:
         """Return whether `finish` has nothing to wait for: rows are on their way, and pieces free for its drafter's."""
-        rest = sequence.num_computed * sum(cache.shape.num_values for cache in self._drafters(sequence))
-        needed = 2 + rest * self._cache.data.itemsize // PIECE_BYTES if rest else 0
-        own = self._leaving.get(sequence.request.request_id)
-        stays = own is not None and isinstance(own.export, DeviceExport)
-        return self._has_left(sequence) and (stays or len(self.pieces) >= min(needed, NUM_PIECES))
+        needed, left = self._num_needed(sequence), self._has_left(sequence)
+        return left and (not needed or sum(piece.used.query() for piece in tuple(self.pieces)) >= needed)
 
     @torch.inference_mode()
     def finish(self, sequence: Sequence, state: Mapping[str, Tensor]) -> Export:
@@ -139,13 +139,14 @@ class HandoffCopies:
         """Let copies get on, where nothing can be computed meanwhile."""
         time.sleep(_LOOK_EVERY_S)
 
-    def take(self) -> Piece | None:
-        """A piece that nothing uses; None = there is none at present. The first call has them made."""
+    def take(self, spare: int = 0) -> Piece | None:
+        """A piece that nothing uses; None = there is none at present beside those to spare. The first call has them
+        made."""
         if self._made is None:
             self._made = self.worker.submit(self._make_pieces)
         if self._made.done():
             self._made.result()  # which raises where there was no memory
-        return self.pieces.popleft() if self.pieces and self.pieces[0].used.query() else None
+        return self.pieces.popleft() if len(self.pieces) > spare and self.pieces[0].used.query() else None
 
     @contextmanager
     def beside(self) -> Iterator[torch.cuda.Stream]:
@@ -162,6 +163,14 @@ class HandoffCopies:
         own = self._leaving.get(sequence.request.request_id)
         return own is not None and (own.admission, own.num_sent) == (sequence.admission, sequence.num_computed)
 
+    def _num_needed(self, sequence: Sequence) -> int:
+        """Pieces for the rows of its drafter, but for one that others get on with."""
+        own, drafters = self._leaving.get(sequence.request.request_id), self._drafters(sequence)
+        if not drafters or (own is not None and isinstance(own.export, DeviceExport)):
+            return 0
+        num_values = sequence.num_computed * sum(cache.shape.num_values for cache in drafters)
+        return min(2 + num_values * self._cache.data.itemsize // PIECE_BYTES, NUM_PIECES - 1)
+
     def _drafters(self, sequence: Sequence) -> list[KVCache]:
         return [cache for cache in self._caches_of(sequence).values() if cache is not self._cache]
 
@@ -169,14 +178,16 @@ class HandoffCopies:
         (there,) = send_once([slots], self._device)
         return (len(slots), *cache.shape.of_position), lambda rows, out: cache.read_all(there[rows], out)
 
-    def _send(self, export: Export, shape: Shape, read: Read, begin: int = 0, *, of_target: bool = False) -> int:
+    def _send(
+        self, export: Export, shape: Shape, read: Read, begin: int = 0, *, spare: int = 0, of_target: bool = False
+    ) -> int:
         """Copy rows from `begin` on into a handoff, as many as there are free pieces for; return how many."""
         if isinstance(export, DeviceExport):
             read(slice(shape[0]), export.place(shape))
             return shape[0]
         most = PIECE_BYTES // (math.prod(shape[1:]) * self._cache.data.itemsize)
         filled, end = list[tuple[Piece, Tensor]](), begin
-        while end < shape[0] and (piece := self.take()) is not None:
+        while end < shape[0] and (piece := self.take(spare)) is not None:
             rows = slice(end, min(end + most, shape[0]))
             values = export.place((rows.stop - end, *shape[1:]))
             read(rows, piece.like(values))

@@ -19,6 +19,7 @@ from speculative.step.prompt_scorer import ROWS_AT_ONCE
 
 _logger = logging.getLogger("truespec.engine")
 
+PIECE_BYTES, NUM_PIECES = 2**24, 16  # of what handoffs pass through
 _KEPT_FREE = 0.05  # of the device's memory, or of a share of it, for what is not counted here
 _OF_A_PROCESS = 3 * 2**28  # estimated: what CUDA, its libraries and compiled kernels take, of which torch knows nothing
 _claims: dict[torch.device, tuple[int, int]] = {}  # of engines: their share, and what of it handoffs may not take
@@ -55,7 +56,7 @@ def graph_bytes(
 
 
 def step_bytes(config: EngineConfig, decoder: Decoder, draft_model: DraftModel | None) -> int:
-    """An upper estimate of the device memory that steps take beside weights and KV cache.
+    """An upper estimate of the device memory that steps, and handoffs beside them, take beside weights and KV cache.
 
     What graphs hold stays theirs. What runs eagerly has one memory beside it, by turns: a pass through the layers, such
     as a graph is warmed up with, and then what torch's operators verify a part of its rows in, nine matrices [R, V] of
@@ -66,6 +67,7 @@ def step_bytes(config: EngineConfig, decoder: Decoder, draft_model: DraftModel |
     verified = ROWS_AT_ONCE * model.vocab_size * 4 * (9 if draft_model is None else 12)
     eager = max(_activation_bytes(model, num_rows, decoder.dtype.itemsize), verified)
     eager += num_rows * (model.hidden_size + num_features) * decoder.dtype.itemsize  # what a pass gives
+    eager += NUM_PIECES * PIECE_BYTES
     if config.cuda_graphs is False:
         return eager
     longest = config.max_model_len or model.max_position_embeddings

@@ -108,8 +108,8 @@ class Scheduler:
 
     @property
     def leaving(self) -> list[Sequence]:
-        """Sequences that are computed, or held, to be exported."""
-        return [one for one in (*self._running, *self._held.values()) if one.prefill_only_after is not None]
+        """Sequences to be exported: those that are held, and then those that are still being computed."""
+        return [one for one in (*self._held.values(), *self._running) if one.prefill_only_after is not None]
 
     @property
     def held(self) -> tuple[Sequence, ...]:

@@ -143,7 +143,7 @@ FAULTS: dict[str, tuple[type, str, Any]] = {
     "where rows go is forgotten before they went": (ArrivingRows, "bring", _bring_and_let_go),
     "what did not arrive yet is read": (ArrivingRows, "proceed", _proceed_unseen),
     "a piece is filled again before it was copied": (
-        HandoffCopies, "take", lambda copies: copies.pieces.popleft() if copies.pieces else copies._make_pieces()
+        HandoffCopies, "take", lambda copies, _=0: copies.pieces.popleft() if copies.pieces else copies._make_pieces()
     ),
 }  # fmt: skip
 
@@ -241,6 +241,27 @@ def test_what_finds_no_piece_is_sent_later(load: Load) -> None:
         export = engine.export("r0")
         assert worker.work() == NUM_PIECES
         assert (export.finish() == expected).all()
+
+
+def test_held_prompts_leave_while_others_are_computed(
+    load: Load, drafters: dict[str, DrafterConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handoff_copies, "NUM_PIECES", 8)  # each step computes rows for 12
+    with PretendedCuda(memory=2**40) as device:
+        own = {"drafter": drafters["draft_model"], "kv_cache_tokens": 2048, "max_batched_tokens": 96}
+        engine = load(device="cuda", **own)
+        blob_of(engine, 24)
+        (worker,), left = device.workers, list[str]()
+        worker.by_hand = True
+        for index in range(24):
+            engine.add(request_of(index), prefill_only_after=1)
+        while engine.scheduler.has_work:
+            worker.work()  # beside the step
+            engine.step()
+            for name in engine.held_ids:
+                engine.export(name)
+                left.append(name)
+        assert left[:4] == ["r0", "r1", "r2", "r3"], "the pieces went to prompts that were still computed"
 
 
 @pytest.mark.parametrize("name", ["none", "eagle3"])
