@@ -49,13 +49,14 @@ INTER_TOKEN = Panel(
 
 LOAD = Panel(
     "Requests running and waiting",
-    "Client requests being computed, waiting for room in an engine, and passed on by a router, over the chosen "
-    "replicas, plus replays. A waiting count that keeps growing means that the service is too small for its traffic.",
+    "Client requests being computed, waiting for room in an engine, and in each stage from admission to the last byte, "
+    "over the chosen replicas, plus replays. A waiting count that keeps growing means that the service is too small "
+    "for its traffic.",
     (
         Query(REPLICA.gauge("requests_running", "pool"), "running {{pool}}"),
         Query(REPLICA.gauge("requests_waiting", "pool"), "waiting {{pool}}"),
         Query(REPLICA.gauge("replays_running", "pool"), "replayed {{pool}}"),
-        Query(REPLICA.gauge("requests_routed", "pool"), "passed on by {{pool}}", sparse=True),
+        Query(REPLICA.gauge("requests_in_flight", "pool", "stage"), "{{pool}} in {{stage}}"),
     ),
 )
 

@@ -3,7 +3,11 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from serve_app.telemetry.metric_names import STAGES
 from serve_app.telemetry.metrics import Metrics
+
+RequestsOn = Callable[[str], Mapping[str, int]]
+"""How many requests of clients a replica of that name had when it last reported, by stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +30,10 @@ class ReplicaCounts:
 
     What ran there is counted with it: whoever would have counted its end died, and a proxy that talks to replicas
     counts a stream that was cut as one that went well.
-
-    metrics_of: the metrics of a pool. requests_on: how many requests of clients a replica had, by its name, as it last
-    reported.
     """
 
-    metrics_of: Callable[[str], Metrics]
-    requests_on: Callable[[str], int]
+    metrics_of: Callable[[str], Metrics]  # the metrics of a pool
+    requests_on: RequestsOn
     _seen: dict[str, PoolState] = field(default_factory=dict)
 
     def note(self, pools: Mapping[str, PoolState]) -> None:
@@ -45,6 +46,7 @@ class ReplicaCounts:
             if before is not None and not (before.changing or state.changing) and state.wanted >= before.wanted:
                 lost = before.running - before.moving - state.running
             metrics.count("truespec_replica_restarts_total", len(lost))
-            if pool != "prefill":  # whose requests the decoding replica asks for again
-                metrics.count("truespec_requests_interrupted_total", sum(map(self.requests_on, lost)))
+            for stage in STAGES if pool != "prefill" else ():  # whose requests the decoding replica asks for again
+                number = sum(self.requests_on(one).get(stage, 0) for one in lost)
+                metrics.count("truespec_requests_interrupted_total", number, stage=stage)
         self._seen = dict(pools)

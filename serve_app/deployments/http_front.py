@@ -28,6 +28,7 @@ from serve_app.referee.records.own_reader import OwnReader
 from serve_app.referee.records.records import Record, Records
 from serve_app.referee.records.replay_selection import Checks, chosen
 from serve_app.referee.records.signatures import SigningKey
+from serve_app.streams.in_flight import InFlight
 from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.telemetry.tracing import Carried, adopt, carried
 from serve_app.text.tokenizer import Tokenizer
@@ -47,6 +48,7 @@ class HttpFront:
     def __post_init__(self) -> None:
         self._config = self.runtime.config
         self._front_end: FrontEnd | None = None
+        self._in_flight = InFlight(self.runtime.metrics)
         if self._config.vllm.has_parsers:  # before an engine is loaded for minutes
             from serve_app.backends.vllm_parts.parsers import check_names
 
@@ -113,6 +115,7 @@ class HttpFront:
                 max_queued_tokens=limits.max_queued_tokens,
                 max_first_token_s=limits.max_time_to_first_token_s,
             ),
+            in_flight=self._in_flight,
         )
         _logger.info("%s", tokenizer.ends())
         for remark in tokenizer.remarks():
@@ -171,6 +174,7 @@ class HttpFront:
                 open_health=self._config.access.open_health,
                 open_trainer_api=self._config.admin.open_trainer_api,
                 cors_origins=self._config.access.cors_origins,
+                in_flight=self._in_flight,
             ),
             tracing=self.runtime.tracing,
         )

@@ -2,12 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from ray.serve.context import _get_global_client
 from ray.serve.schema import DeploymentDetails, ServeInstanceDetails
 
-from serve_app.cluster.replica_counts import PoolState, ReplicaCounts
+from serve_app.cluster.replica_counts import PoolState, ReplicaCounts, RequestsOn
 from serve_app.config.app_config import AppConfig
 from serve_app.telemetry.metrics import Metrics, Sink
 
@@ -16,9 +16,8 @@ _EVERY_S = 5.0
 _POOLS = {"DecodeServer": "decode", "PrefillServer": "prefill", "MonolithServer": "monolith", "StreamRouter": "router"}
 
 
-async def watch_pools(app_name: str, config: AppConfig, sink: Sink, requests_on: Callable[[str], int]) -> None:
-    """Record how many replicas each pool has and should have, until cancelled. `requests_on`: as `ReplicaCounts` takes
-    it."""
+async def watch_pools(app_name: str, config: AppConfig, sink: Sink, requests_on: RequestsOn) -> None:
+    """Record how many replicas each pool has and should have, until cancelled."""
     pools = {pool: Metrics(sink, model_name=config.model.served_name, pool=pool) for pool in _POOLS.values()}
     counts = ReplicaCounts(pools.__getitem__, requests_on)
     failing = False

@@ -25,6 +25,7 @@ from serve_app.deployments.prefill_pool import token_source
 from serve_app.deployments.remote_errors import own_error
 from serve_app.deployments.runtime import ReplicaRuntime, Reporter
 from serve_app.referee.records.records import Records
+from serve_app.streams.in_flight import InFlight
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.streams.resuming import ReplicaLost, ResumingSource, Streamed, with_signs_of_life
 from serve_app.telemetry.tracing import Carried, adopt, carried
@@ -41,9 +42,9 @@ class DecodeWorker(EngineServer):
     async def __init__(  # type: ignore[misc]
         self, config: AppConfig, pool: PoolName, prefill: "DeploymentHandle[Any] | None"
     ) -> None:
-        self._streamed: set[str] = set()  # requests of the router's, in contrast to canaries
         self._prefilled_by: dict[str, str] = {}
         runtime = ReplicaRuntime(config, pool)
+        self._in_flight = InFlight(runtime.metrics)  # requests of the router's, in contrast to canaries
         self.host = EngineHost(runtime, pool, self.make_backend(config, pool), self._weights_switched)
         self._info = await self.host.start(lambda host: self.token_source(host, prefill))
 
@@ -56,7 +57,7 @@ class DecodeWorker(EngineServer):
 
     def _handed_off(self, request_id: str, prefilled_by: str) -> None:
         """The handoff of a request was taken in: the next delta reports it to the router; the records, of a canary."""
-        if request_id in self._streamed:
+        if request_id in self._in_flight:
             self._prefilled_by[request_id] = prefilled_by
         else:
             self.host.records.handed_off(request_id, prefilled_by)
@@ -84,28 +85,29 @@ class DecodeWorker(EngineServer):
         ends: dict[str, FinishReason | None] = {}  # of those the engine has ended; the router may have more elsewhere
         prefilled: dict[str, str] = {}  # which replica had a part in it, by request
         num_tokens = {request.request_id: len(emitted.get(request.request_id, ())) for request in requests}
-        self._streamed.update(num_tokens)
         try:
-            async with contextlib.aclosing(with_signs_of_life(tokens, every_s)) as deltas:
-                async for delta in deltas:
-                    prefilled_by = None
-                    if delta is None:
-                        host.backend.check_health()
-                    else:
-                        name = delta.request_id
-                        prefilled_by = self._prefilled_by.pop(name, None)
-                        num_tokens[name] += len(delta.token_ids)
-                        ends[name] = delta.finish_reason
-                        if maker := prefilled_by or delta.prefilled_by:
-                            prefilled[name] = maker
-                    yield Streamed(delta, host.runtime.name, prefilled_by, self._info.fingerprint)
+            with self._in_flight.holding(num_tokens):
+                async with contextlib.aclosing(with_signs_of_life(tokens, every_s)) as deltas:
+                    async for delta in deltas:
+                        prefilled_by = None
+                        if delta is None:
+                            host.backend.check_health()
+                        else:
+                            name = delta.request_id
+                            prefilled_by = self._prefilled_by.pop(name, None)
+                            num_tokens[name] += len(delta.token_ids)
+                            ends[name] = delta.finish_reason
+                            if delta.token_ids or delta.finished:
+                                self._in_flight.reach(name, "reply" if delta.finished else "decode")
+                            if maker := prefilled_by or delta.prefilled_by:
+                                prefilled[name] = maker
+                        yield Streamed(delta, host.runtime.name, prefilled_by, self._info.fingerprint)
         except Exception:
             crashed = True
             raise
         finally:
             for request in requests:
                 name = request.request_id
-                self._streamed.discard(name)
                 self._prefilled_by.pop(name, None)
                 if request.score_from is None:
                     whole = ends.get(name) in (FinishReason.STOP, FinishReason.LENGTH)

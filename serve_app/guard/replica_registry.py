@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,6 @@ _ALARM_COUNTERS: dict[str, IncidentKind] = {  # of a replica; their last label n
     "truespec_selfcheck_violations_total": "invariant",
     "truespec_logprob_violations_total": "logprobs",
 }
-_REQUEST_GAUGES = ("truespec_requests_running", "truespec_requests_waiting", "truespec_requests_routed")
 
 
 @dataclass(slots=True)
@@ -44,8 +43,8 @@ class ReplicaRegistry:
     heard: Callable[[Report, bool], None] = lambda report, in_time: None
     clock: Callable[[], float] = time.time  # unix seconds
     _replicas: dict[str, _Replica] = field(default_factory=dict)
-    # of a replica, a router too: when it reported, and requests of clients
-    _requests: dict[str, tuple[float, int]] = field(default_factory=dict)
+    # of a replica, a router too: when it reported, and requests of clients by stage
+    _requests: dict[str, tuple[float, dict[str, int]]] = field(default_factory=dict)
     _mode: Mode | None = None  # ordered for all replicas, including future ones
 
     def on_heartbeat(self, report: Report) -> Orders:
@@ -72,10 +71,10 @@ class ReplicaRegistry:
         return Orders(book.take_findings(name), ordered, rehearse=known is not None and known.rehearse)
 
     def note_requests(self, batch: MetricBatch) -> None:
-        """Note how many requests of clients are on a replica, which may be a router without a breaker."""
-        now = self.clock()
-        number = int(sum(value for (metric, _), value in batch.gauges.items() if metric in _REQUEST_GAUGES))
-        self._requests[batch.source] = (now, number)
+        """Note which requests of clients are on a replica, which may be a router without a breaker."""
+        now, gauges = self.clock(), batch.gauges.items()
+        stages = {labels[-1]: int(value) for (name, labels), value in gauges if name == "truespec_requests_in_flight"}
+        self._requests[batch.source] = (now, stages)
         self._requests = {key: one for key, one in self._requests.items() if one[0] > now - _FORGOTTEN_AFTER_S}
 
     def order(self, mode: Mode, name: str | None) -> list[dict[str, object]] | None:
@@ -109,9 +108,10 @@ class ReplicaRegistry:
         ready[0].rehearse = True
         return self.statuses()
 
-    def requests_on(self, name: str) -> int:
-        """Return how many requests of clients were on a replica when it last reported; 0 for one that is not known."""
-        return self._requests.get(name, (0.0, 0))[1]
+    def requests_on(self, name: str) -> Mapping[str, int]:
+        """Return how many requests of clients were on a replica, by stage, when it last reported; none for one that is
+        not known."""
+        return self._requests.get(name, (0.0, {}))[1]
 
     def statuses(self) -> list[dict[str, object]]:
         """Every replica's status."""

@@ -322,6 +322,7 @@ async def _generate(
         if (tapped := tapped_reply(request.scope)) is not None:
             tapped.choose(job.head.reply_id, awaited=bool(job.asked.wire.verify))
             job = dataclasses.replace(job, tapped=tapped)
+        at_the_end.enter_context(gate.in_flight.holding(one.request_id for one in job.requests))
         headers = {}
         if wire.deprecated_fields:  # RFC 9111 kept this header out, and clients still show it
             headers["warning"] = f'299 - "{", ".join(wire.deprecated_fields)} is deprecated; send structured_outputs"'

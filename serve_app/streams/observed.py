@@ -14,6 +14,7 @@ from serve_app.errors import NoRoom
 from serve_app.referee.records.records import Record, Records
 from serve_app.referee.records.replay_selection import Selection
 from serve_app.streams.backlog import Backlog, Clock, Returns
+from serve_app.streams.in_flight import InFlight
 from serve_app.telemetry.metric_names import WEIGHT_AGES
 from serve_app.telemetry.metrics import Metrics
 from speculative.errors import EngineOverloaded, InvalidRequest, RequestTimeout
@@ -82,6 +83,7 @@ class ObservedSource:
     ended: Callable[[Record, bool], None]
     limits: SourceLimits  # how many requests may run at once, and how long each
     clock: Clock = time.monotonic  # seconds, monotonic
+    in_flight: InFlight = field(default_factory=InFlight)
     _watched: dict[str, _Watched] = field(default_factory=dict)
     _backlog: Backlog = field(init=False)
     _returns: Returns = field(init=False)
@@ -129,6 +131,7 @@ class ObservedSource:
         finally:
             ticket.close(served=False)
             for request_id, entry in watched.items():
+                self.in_flight.reach(request_id, "reply")
                 del self._watched[request_id]
                 self._end(entry)
 
@@ -219,6 +222,8 @@ class ObservedSource:
 
     def _see(self, entry: _Watched, delta: TokenDelta) -> None:
         now = self.clock()
+        if delta.token_ids or delta.finished:
+            self.in_flight.reach(delta.request_id, "reply" if delta.finished else "decode")
         if delta.token_ids:
             elapsed = now - entry.last_at
             if entry.waiting:

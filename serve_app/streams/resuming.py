@@ -155,7 +155,6 @@ class ResumingSource:
         """
         group = {one.request_id: _Progress(one) for one in requests}
         self._live |= group
-        self._note_number()
         try:
             while left := [one for one in group.values() if not one.ended]:
                 replica, num_silent = "", 0
@@ -175,7 +174,6 @@ class ResumingSource:
         finally:
             for request_id in group:
                 del self._live[request_id]
-            self._note_number()
 
     async def abort(self, request_id: str) -> None:
         """End one of several choices; the others continue."""
@@ -183,9 +181,6 @@ class ResumingSource:
         if progress is not None and not progress.ended:
             progress.ended = True
             await self.pool.abort(progress.name)
-
-    def _note_number(self) -> None:
-        self.metrics.gauge("truespec_requests_routed", len(self._live))
 
     def _ask(self, left: Sequence[_Progress]) -> AsyncGenerator[Streamed | None, None]:
         """One replica's deltas of these requests. Its time is split into parts: if this process itself was stalled,

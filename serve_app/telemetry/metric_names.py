@@ -33,6 +33,11 @@ REFUSALS = {  # why a valid request is refused, and what each reason means
     "deadline": "the requests ahead would keep it waiting past its own deadline",
 }
 NO_ROOM = ("capacity", "load", "queued_tokens", "time_to_first_token", "deadline")  # a key's limits are its owner's
+STAGES = {  # of a client's request
+    "prefill": "it waits for its first token",
+    "decode": "it has one, and gets more",
+    "reply": "it has all: its verdict is awaited, or its client takes the rest",
+}
 WEIGHT_AGES = {
     "current": "drafted and verified with the newest weights that the replica has served",
     "previous": "with those before the last update, which requests that were running may still use",
@@ -287,9 +292,11 @@ CATALOGUE: tuple[Metric, ...] = (
         "ok": "the new keys are in effect",
         "failed": "the file is invalid: the old keys stay in effect",
     }),
+    _gauge("requests_in_flight",
+        "Client requests from their admission to the last byte of their reply, wherever their prompts are computed: of "
+        "a replica that answers HTTP, and of one that decodes for a router.", stage=STAGES),
     _gauge("requests_running", "Client requests being computed."),
     _gauge("requests_waiting", "Client requests waiting for room in the engine."),
-    _gauge("requests_routed", "Client requests whose streams a router passes on."),
     _histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", _REQUEST_S),
     _histogram("inter_token_latency_seconds", "Between two messages of a stream, per token of the later.", _TOKEN_S),
     _histogram("queue_time_seconds", "From a request's arrival to its first step.", _REQUEST_S),
@@ -394,7 +401,8 @@ CATALOGUE: tuple[Metric, ...] = (
         "scaling or a drain."),
     _counter("requests_interrupted_total",
         "Clients' requests that a replica had, by its last report, when it was lost. Their clients got an error or a "
-        "cut stream, or went on elsewhere with `recovery.resume`. No other metric counts them behind HAProxy."),
+        "cut stream, or went on elsewhere with `recovery.resume`. No other metric counts them behind HAProxy.",
+        stage=STAGES),
     # Weights and build
     _counter("weight_updates_total", "Weight updates of a replica.", result={
         "ok": "the new weights are served",

@@ -14,7 +14,7 @@ from serve_app.openai.parsing import parse
 from serve_app.referee.records.records import Records
 from serve_app.referee.records.replay_selection import Selection
 from serve_app.streams.observed import ObservedSource, SourceLimits
-from serve_app.telemetry.metrics import Metrics, PrometheusSink
+from serve_app.telemetry.metrics import MetricBatch, Metrics, PrometheusSink
 from serve_app.text.tokenizer import Tokenizer
 from speculative.request import Request, TokenDelta
 from tests.support.fake_serving import BackendSource, Script, make_backend
@@ -68,6 +68,12 @@ def observed(
 def counts_by(sink: PrometheusSink, metric: str, label: str) -> dict[str, float]:
     """A counter's values by those of a label."""
     return {labels[label]: value for name, labels, value in sink.samples() if name == f"truespec_{metric}_total"}
+
+
+def in_flight(batch: MetricBatch) -> dict[str, float]:
+    """Requests in flight, by stage."""
+    gauges = batch.gauges.items()
+    return {own[-1]: value for (name, own), value in gauges if name == "truespec_requests_in_flight" and value}
 
 
 def info(tokenizer: Tokenizer, max_model_len: int = 100) -> ModelInfo:

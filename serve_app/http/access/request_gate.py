@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from serve_app.errors import AccessDenied, Forbidden, RateLimited
 from serve_app.http.access.access import ANYBODY, Access, Caller, Scope
+from serve_app.streams.in_flight import InFlight
 from serve_app.telemetry.metrics import Metrics
 
 _logger = logging.getLogger("truespec.access")
@@ -48,6 +49,7 @@ class Gate:
     open_health: bool = True  # `/healthz` likewise
     open_trainer_api: bool = False  # the routes for trainers need no key
     cors_origins: Sequence[str] = ()  # web pages of these may call the API from a browser
+    in_flight: InFlight = field(default_factory=InFlight)  # holds requests until the last byte of their replies
     running: Counter[str] = field(default_factory=Counter)  # requests under way, by the id of their key
     _open: set[str] = field(init=False)
 

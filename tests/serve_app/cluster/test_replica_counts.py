@@ -13,22 +13,24 @@ def pool(wanted: int, running: str, moving: str = "", **changes: Any) -> PoolSta
     return PoolState(wanted, frozenset(running), frozenset(moving), **changes)
 
 
-def counted(*looks: PoolState) -> dict[str, float]:
-    """The metrics of the pool after these looks at it; replica a had one request, b two, and so on."""
+def counted(*looks: PoolState, name: str = "decode") -> dict[str, float]:
+    """The metrics of the pool after these looks at it, interrupted requests by their stage; replica a had one that
+    waited for its prompt, b two, and so on, and each one that decoded."""
     sink = PrometheusSink(source="c")
-    counts = ReplicaCounts(lambda name: Metrics(sink, model_name="tiny", pool=name), lambda name: ord(name) - 96)
+    counts = ReplicaCounts(
+        lambda name: Metrics(sink, model_name="tiny", pool=name), lambda one: {"prefill": ord(one) - 96, "decode": 1}
+    )
     for look in looks:
-        counts.note({"decode": look})
+        counts.note({name: look})
     return {
-        sample.name.removeprefix("truespec_replica"): sample.value
+        sample.labels.get("stage", sample.name.removeprefix("truespec_replica")): sample.value
         for sample in sink.samples()
-        if sample.labels["pool"] == "decode"
     }
 
 
 def test_gauges_are_those_of_the_last_look() -> None:
     gauges = {"s_wanted": 3, "s_running": 2, "_restarts_total": 0}
-    assert counted(pool(2, "ab"), pool(3, "ab")) == gauges | {"truespec_requests_interrupted_total": 0}
+    assert counted(pool(2, "ab"), pool(3, "ab")) == gauges | dict.fromkeys(("prefill", "decode", "reply"), 0)
 
 
 @pytest.mark.parametrize(
@@ -51,10 +53,7 @@ def test_a_replica_that_is_gone_without_a_reason_was_lost(looks: list[PoolState]
 
 def test_requests_of_lost_replicas_are_counted_but_for_prompts_that_are_asked_for_again() -> None:
     looks = [pool(3, "abc"), pool(3, "bc"), pool(3, "bde")]
-    assert counted(*looks)["truespec_requests_interrupted_total"] == 1 + 3
-    assert counted(pool(2, "ab"), pool(1, "a"))["truespec_requests_interrupted_total"] == 0, "it was stopped in order"
-    sink = PrometheusSink(source="c")
-    counts = ReplicaCounts(lambda name: Metrics(sink, model_name="tiny", pool=name), lambda name: 5)
-    for look in looks:
-        counts.note({"prefill": look})
-    assert "truespec_requests_interrupted_total" not in {sample.name for sample in sink.samples()}
+    found = counted(*looks)
+    assert (found["prefill"], found["decode"], found["reply"]) == (1 + 3, 2, 0)
+    assert counted(pool(2, "ab"), pool(1, "a"))["prefill"] == 0, "it was stopped in order"
+    assert "prefill" not in counted(*looks, name="prefill")

@@ -20,6 +20,7 @@ from serve_app.telemetry.tracing import Tracing
 from speculative.errors import EngineFault, InvalidRequest
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta
 from speculative.stats import StepStats
+from tests.support.front_ends import in_flight
 from tests.support.referees import CLIENT, RefereeHandle, Worker, record_of, recorded, traces_of
 
 
@@ -148,7 +149,7 @@ async def test_the_handoffs_of_canaries_are_known_to_the_records_and_leave_nothi
     assert worker._prefilled_by == {}
     streamed = await worker.ask(Request("cmpl-1-0", (5, 6), SamplingParams(max_tokens=8, ignore_eos=True)))
     assert [one.prefilled_by for one in streamed if one.prefilled_by] == ["prefill-1"], "the router is reported once"
-    assert worker._prefilled_by == {} and worker._streamed == set()
+    assert worker._prefilled_by == {} == in_flight(worker.host.runtime.buffer.drain())
 
 
 def _gives_up(request: Request) -> TokenDelta:
@@ -206,10 +207,11 @@ async def test_a_worker_without_news_gives_signs_of_life_until_its_engine_is_bro
     monkeypatch.setattr(worker.host.backend, "resume", resume)
     request = Request("cmpl-1-0", (5, 6), SamplingParams(max_tokens=8, ignore_eos=True))
     stream = worker.stream([request], {}, None)  # type: ignore[arg-type]
-    arrived = [await anext(stream) for _ in range(4)]
-    assert [one.delta is None for one in arrived] == [False, False, True, True], "the prefill's token, then no more"
+    arrived = [(await anext(stream), in_flight(worker.host.runtime.buffer.drain())) for _ in range(4)]
+    assert [one.delta is None for one, _ in arrived] == [False, False, True, True], "the prefill's token, then no more"
+    assert [stages for _, stages in arrived] == [{"prefill": 1}, *[{"decode": 1}] * 3], "it is here all the time"
     monkeypatch.setattr(worker.host.backend, "check_health", broken)
     with pytest.raises(EngineFault, match="stands still"):
         await anext(stream)
-    assert closed == ["cmpl-1-0"] and worker._streamed == set()
+    assert closed == ["cmpl-1-0"] and in_flight(worker.host.runtime.buffer.drain()) == {}
     assert worker.host.finished[-1].num_tokens == 0, "the router has the rest from another"

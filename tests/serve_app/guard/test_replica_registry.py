@@ -63,14 +63,15 @@ def test_the_requests_that_a_replica_had_are_known_while_it_is_remembered(
 ) -> None:
     buffer = BufferSink("r1")
     metrics = Metrics(buffer, model_name="m", pool="decode")
-    metrics.gauge("truespec_requests_running", 3)
-    metrics.gauge("truespec_requests_waiting", 2)
+    metrics.gauge("truespec_requests_in_flight", 3, stage="prefill")
+    metrics.gauge("truespec_requests_in_flight", 2, stage="decode")
     metrics.gauge("truespec_replays_running", 7)
     registry.on_heartbeat(Report(status("r1"), buffer.drain()))
     router = BufferSink("router")
-    Metrics(router, model_name="m", pool="router").gauge("truespec_requests_routed", 4)
+    Metrics(router, model_name="m", pool="router").gauge("truespec_requests_in_flight", 4, stage="decode")
     registry.note_requests(router.drain())
-    assert [registry.requests_on(name) for name in ("r1", "router", "r2")] == [5, 4, 0]
+    on = {"r1": {"prefill": 3, "decode": 2}, "router": {"decode": 4}, "r2": {}}
+    assert {name: registry.requests_on(name) for name in on} == on
     clock.now += 1000
     registry.note_requests(buffer.drain())
-    assert [registry.requests_on(name) for name in ("r1", "router")] == [5, 0]
+    assert [registry.requests_on(name) for name in ("r1", "router")] == [on["r1"], {}]

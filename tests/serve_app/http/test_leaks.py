@@ -60,7 +60,7 @@ class Replica:
         pooled = PooledTokenSource(self.backends[0], metrics, ask if len(self.backends) > 1 else None)
         self.source = observed(pooled, metrics, SourceLimits(8, timeout_s=300))
         tokenizer = Tokenizer.from_folder(info.folder)
-        self.gate = Gate(Access(FakeKeys(max_concurrent=2).find))
+        self.gate = Gate(Access(FakeKeys(max_concurrent=2).find), in_flight=self.source.in_flight)
         app = build_ingress(FrontEnd(self.source, tokenizer, info), gate=self.gate)
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(listener.getsockname()[1])
@@ -92,6 +92,7 @@ class Replica:
             "watched": len(self.source._watched),
             "backlog": self.source._backlog.num_tokens(),
             "places": self.gate.running.total(),
+            "in flight": len(self.source.in_flight._stages),
         }
         return {what: count for what, count in holds.items() if count}
 

@@ -148,17 +148,6 @@ async def test_wherever_the_replica_dies_the_answer_is_the_same(service: Service
     await until_idle(service.engines)
 
 
-async def test_the_router_says_what_it_has(service: Service) -> None:
-    """Its death is counted by that: whatever its streams had come to, nobody else knows."""
-    front, pool = service.over(())
-    source = ResumingSource(pool, service.metrics, service.records, most_resumes=4)
-    job = await front.prepare(wire(BODIES["choices"]))
-    routed = ("truespec_requests_routed", ("tiny", "router"))
-    seen = [service.sink.drain().gauges[routed] async for _ in source.stream(job.groups[0])]
-    assert set(seen) == {3.0} and service.sink.drain().gauges[routed] == 0
-    await until_idle(service.engines)
-
-
 async def _num_deltas(service: Service, body: dict[str, Any]) -> int:
     front, _ = service.over(())
     job = await front.prepare(wire(body))

@@ -1,22 +1,30 @@
 """What is let in: the backlog's estimate, limits of the queue, and deadlines; clocks go as the tests say."""
 
 import asyncio
+import json
 import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
 import pytest
+from starlette.types import Message
 
 from serve_app.config.files import load_config
 from serve_app.errors import NoRoom, reply_for
+from serve_app.http.access.access import Access
+from serve_app.http.access.request_gate import Gate
+from serve_app.http.routes import build_ingress
 from serve_app.streams.backlog import Backlog, Returns
+from serve_app.streams.in_flight import InFlight
 from serve_app.streams.observed import SourceLimits
-from serve_app.telemetry.metrics import Metrics, PrometheusSink
+from serve_app.telemetry.metrics import BufferSink, Metrics, PrometheusSink
+from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import EngineFault, EngineOverloaded, InvalidRequest, RequestTimeout
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta
 from tests.support.clock import Clock
-from tests.support.front_ends import counts_by, observed
+from tests.support.front_ends import counts_by, front_end, in_flight, observed
+from tests.support.waiting import until
 
 COST = 64  # what a prompt costs beside its tokens, in tokens
 
@@ -331,6 +339,41 @@ async def test_the_other_prompts_of_a_refused_body_are_rejected_too(clock: Clock
 
 
 # -- when to come back ------------------------------------------------------------------------------------------------
+
+
+async def test_each_choice_is_in_one_stage_until_the_last_byte_of_the_reply(tokenizer: Tokenizer) -> None:
+    slow, sink, taken = Slow(), BufferSink("r1"), asyncio.Event()
+    metrics = Metrics(sink, model_name="m", pool="decode")
+    here = InFlight(metrics)
+    source = observed(slow, metrics, in_flight=here)
+    app = build_ingress(front_end(source, tokenizer), gate=Gate(Access(), in_flight=here))
+    body = json.dumps({"model": "m", "prompt": "hello", "n": 2, "stream": True}).encode()
+    waiting: list[Message] = [{"type": "http.request", "body": body}]
+
+    async def receive() -> Message:
+        return waiting.pop() if waiting else await asyncio.Event().wait()
+
+    async def send(message: Message) -> None:
+        if not message.get("more_body", True):  # a slow client lets the last message wait
+            await taken.wait()
+
+    async def reached(**stages: int) -> None:
+        await until(lambda: in_flight(sink.drain()) == stages)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    serving = asyncio.create_task(app(scope | {"app": app}, receive, send))
+    await until(lambda: slow.started == 1)
+    first, second = slow.open
+    await reached(prefill=2)
+    slow.give(first)
+    await reached(prefill=1, decode=1)
+    slow.give(first, FinishReason.LENGTH)
+    await reached(prefill=1, reply=1)
+    slow.give(second, FinishReason.LENGTH)
+    await reached(reply=2)
+    taken.set()
+    await serving
+    await reached()
 
 
 def test_who_is_turned_away_comes_back_when_room_is_expected_one_after_the_other(clock: Clock) -> None:
