@@ -18,13 +18,11 @@ REPLICAS = QueryScope("", "1h", (*KEEP, "pool", "replica"))
 _MODEL = "{{ $labels.model_name }}"
 
 Severity = Literal["critical", "warning", "info"]
-Wrong = Literal["yes", "perhaps", "unnoticed", "not any more", "not delivered", "not served", "failing", "slower", "no"]
+Wrong = Literal["yes", "perhaps", "unnoticed", "not served", "failing", "slower", "no"]
 MAY_BE_WRONG: dict[Wrong, str] = {
     "yes": "**yes**",
     "perhaps": "**perhaps**",
     "unnoticed": "nobody would notice, or late",
-    "not any more": "not any more",
-    "not delivered": "no: they were not delivered",
     "not served": "no; nothing is served",
     "failing": "no; requests fail or are refused",
     "slower": "no; slower, or less room",

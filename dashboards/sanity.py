@@ -6,7 +6,7 @@ from dashboards.panels import PAGE, REPLICA, VISIBLE, Page, Panel, Query, Rates,
 from dashboards.queries import NOT_OK, replay_mean, selfcheck_z, tme, untested
 from dashboards.recordings import model_sum
 from dashboards.speculation import Z_STEPS
-from serve_app.telemetry.metric_names import BREAKER_STATES, REPLAY_LAG_LIMIT_S
+from serve_app.telemetry.metric_names import BREAKER_STATES, DETECTORS, REPLAY_LAG_LIMIT_S
 
 ALL = 'stratum="all"'  # strata overlap, so their sum is meaningless
 TME_LIMIT = 1.05  # NeMo-RL's limit: beyond it the inference engine is at fault
@@ -41,7 +41,7 @@ ALARMS = Stat(
 VIOLATIONS = Stat(
     "Broken rules",
     "Requests that were failed in the visible time range because a step broke an invariant, or because logprobs "
-    "broke their contract. Each is an engine fault; none was answered wrongly.",
+    "broke their contract. Each is an engine fault, of which others may have been sent wrong tokens.",
     (
         Query(VISIBLE.events("selfcheck_violations_total"), "invariants", instant=True, sparse=True),
         Query(VISIBLE.events("logprob_violations_total"), "logprobs", instant=True, sparse=True),
@@ -112,7 +112,7 @@ LOGPROB_SANITY = Page("Logprob sanity",
             steps=((None, "green"), (REPLAY_LAG_LIMIT_S, "red")), width=6),
         Share("Speculating replicas",
             "Share of replicas whose requests may speculate. Below 1, the breaker or an operator has switched it off "
-            "somewhere: output is correct, but slower.",
+            "somewhere: it decodes without drafts, slower.",
             (Query(PAGE.gauge("speculation_enabled", how="avg"), "speculating"),), width=6),
         Rates("Verdicts",
             "Verdicts on answers per second. Suspect: the answer was generated in a window in which a fault was "
@@ -181,6 +181,8 @@ _RECENT_FAILURES = IN_1H.gauge("recent_replay_failures", "answered_by")
 _LEFT_OUT, _SHOWN = 'result=~"dropped|failed"', 'result=~"captured|dropped|failed"'
 _CHOSEN = 'result=~"captured|dropped|failed|refused|too_large|broken_off"'  # to be watched
 _PASSED, _READ = 'result="passed"', 'result="read"'
+_UNSEEN = {kind: detector.means_for_answers() for kind, detector in DETECTORS.items()}
+_MASK = "Drop answers of the replica that are suspect, and unverified ones of that time, from training data."
 _OF_WATCHED = "For a server that `truespec watch` watches: "
 _REHEARSED = 'reason="rehearsal"'
 _OPEN = BREAKER_STATES.index("open")
@@ -199,19 +201,19 @@ ALERTS = (
         "referee the server's weights and dtype, and calibrate `--tolerance` on this model.",
         commands=(shell.SPECULATION_OFF, shell.promql("model_stratum:truespec_tme:mean_rate1h{}"), shell.LATEST_REPLAYS,
             shell.WATCH_FINDINGS, shell.VERSIONS, shell.HISTORY)),
-    Alert("TruespecReplayAlarm", "critical", "0m", wrong="yes",
+    Alert("TruespecReplayAlarm", "critical", "0m", wrong="yes", note="also those that were not replayed",
         expr=IN_15M.events("replay_alarms_total", "alarm", "stratum") + " > 0",
         summary="Replays of {{ $labels.model_name }} raised the alarm {{ $labels.alarm }} in stratum "
         "{{ $labels.stratum }}.",
         means="Replayed requests show, beyond chance, that logprobs are off (drift), that the text does not follow "
         "the model's distribution (probability, surprisal, support, greedy, impossible), that it is not what its "
-        "seeds demand (draws), or that the reply is not what the request and the engine's tokens make of it (wire).",
+        "seeds demand (draws), or that the reply is not what the request and the engine's tokens make of it (wire). "
+        + _UNSEEN["replay"],
         look="The logprob sanity page, and the referee's dump: request ids, positions, served and replayed values. "
         f"{_OF_WATCHED}the referee's page, which says what to do about the test that fired; nothing is switched off "
         "for you.",
-        do="Check that the breaker has switched speculation off. Mask answers from that window whose verdict is "
-        "suspect, and look for the fault in the dump. For wire, roll the front end back: its verdict's reason names "
-        "what differs, and no draft is the cause.",
+        do=f"Check that the breaker has switched speculation off. {_MASK} Look for the fault in the dump. For wire, "
+        "roll the front end back: its verdict's reason names what differs, and no draft is the cause.",
         commands=(shell.REPLICAS, shell.LATEST_REPLAYS, shell.WATCH_FINDINGS, shell.logged("is suspect|replays show"),
             shell.HISTORY)),
     Alert("TruespecSelfCheckAlarm", "critical", "0m", wrong="yes", note="those before the trip",
@@ -219,11 +221,11 @@ ALERTS = (
         summary="Self-check {{ $labels.check }} of {{ $labels.model_name }} raised an alarm.",
         means="A quantity whose mean is 0 in a correct sampler has another mean: the output does not follow the "
         "model's distribution. A false alarm has a probability of 1e-6 per check over a replica's life. Seeds that "
-        "clients name take no part.",
+        f"clients name take no part. {_UNSEEN['selfcheck']}",
         look="The check that fired (docs/metrics.md lists what each covers), and since when. The acceptance page: "
         "which position.",
-        do="The breaker switches speculation off. Leave it off, keep the dump, roll back the last release, and mask "
-        "answers from that window in training data.",
+        do="The breaker switches speculation off. Leave it off, keep the dump, and roll back the last release. "
+        + _MASK,
         commands=(shell.SPECULATION_OFF, shell.REPLICAS, shell.promql("model_check:truespec_selfcheck:z_increase1h{}"),
             shell.logged("tripped|self-check"), shell.HISTORY)),
     Alert("TruespecIndependentRefereeDisagrees", "critical", "0m", wrong="yes", note="all of them",
@@ -231,7 +233,8 @@ ALERTS = (
         summary="transformers does not find what {{ $labels.model_name }} answers.",
         means="The engine's own replay verified an answer, and transformers computes another one from the same "
         "weights. Either something that all forward passes of the engine share is wrong (model code, kernels, a "
-        "setting read from config.json), or rounding is larger than it should be.",
+        "setting read from config.json), or rounding is larger than it should be. "
+        + _UNSEEN["independent"],
         look="The referee's log and dump: the reason, the tokens, and how far their logprobs are off. `truespec "
         "verify --engine transformers` repeats the check from a receipt of any answer, on any machine.",
         do="Roll back the last release, or the kernels that came with it, and mask answers since then for training. "
@@ -294,26 +297,28 @@ ALERTS = (
         commands=(shell.promql("sum by (result) (increase(truespec_watched_requests_total{}[30m])) > 0"),
             shell.promql("sum by (result) (increase(truespec_watched_answers_total{}[30m])) > 0"), shell.WATCH_COUNTS,
             shell.watch_logged("proxy", "refus|dialect"))),
-    Alert("TruespecRuleBroken", "critical", "0m", wrong="not delivered",
+    Alert("TruespecRuleBroken", "critical", "0m", wrong="yes", note="but for what broke the rule",
         expr=" or ".join(IN_15M.events(f"{of}_violations_total", "kind") + " > 0" for of in ("selfcheck", "logprob")),
         summary="A step of {{ $labels.model_name }} broke the rule {{ $labels.kind }}.",
         means="The engine broke one of its own rules within a step, or logprobs broke their contract (not finite, "
-        "above 0, not sorted, one token with two values). The request was failed; nothing wrong was delivered.",
-        look="The replica's log names the request; docs/metrics.md explains the kinds. not_finite on a single "
-        "replica points to its GPU or memory.",
-        do="Remove the replica if only one is affected; roll back if it started with a release.",
+        "above 0, not sorted, one token with two values). The request was failed; tokens before that were sent. "
+        f"{_UNSEEN['sampled']} {_UNSEEN['invariant']}",
+        look="The dump has the request; docs/metrics.md explains the kinds. not_finite on a single replica points to "
+        "its GPU or memory.",
+        do=f"Remove the replica if only one is affected; roll back if it started with a release. {_MASK}",
         commands=(shell.promql("sum by (pool, kind) (increase(truespec_selfcheck_violations_total{}[1h])) > 0"),
             shell.promql("sum by (pool, kind) (increase(truespec_logprob_violations_total{}[1h])) > 0"),
             shell.logged("invariant|logprob"), shell.PODS)),
-    Alert("TruespecBreakerOpen", "critical", "1m", wrong="not any more",
+    Alert("TruespecBreakerOpen", "critical", "1m", wrong="perhaps", note="those from before it opened",
         expr=f"{REPLICAS.gauge('breaker_state', how='max')} >= {_OPEN} or "
         + any_of("rehearsed", {"true": IN_15M.events("breaker_trips_total", "pool", where=_REHEARSED) + " > 0"}),
         summary='The breaker of {{ or $labels.replica "a replica" }} ({{ $labels.model_name }}, {{ $labels.pool }}) '
         "{{ if $labels.rehearsed }}was{{ else }}is{{ end }} open{{ if $labels.rehearsed }} for a rehearsal{{ end }}.",
-        means="A fault was found on this replica. It serves without speculation, or is being taken out of service.",
+        means="A fault was found on this replica. It serves without speculation, or is being taken out of service. "
+        "Answers from before may be wrong, and those since then if the fault is not in speculation.",
         look="Trips by reason on the logprob sanity page, and what fired just before.",
-        do="Answers are correct meanwhile, but slower. If canaries keep failing, the fault persists: replace the "
-        "replica, or roll back if several breakers are open.",
+        do=f"{_MASK} If canaries keep failing, the fault persists: replace the replica, or roll back if several "
+        "breakers are open.",
         commands=(shell.REPLICAS, shell.promql("sum by (reason) (increase(truespec_breaker_trips_total{}[1h])) > 0"),
             shell.promql("sum by (result) (increase(truespec_canaries_total{}[1h]))"), shell.logged("tripped|canary"))),
     Alert("TruespecRefereeBehind", "warning", "10m", wrong="unnoticed", threshold=REPLAY_LAG_LIMIT_S, minimum=5,

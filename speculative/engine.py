@@ -21,14 +21,16 @@ from speculative.drafting.base import Drafter
 from speculative.drafting.weights import Weights
 from speculative.errors import HandoffRefused, InvalidRequest, SequenceTooLong
 from speculative.model.arithmetic import Arithmetic, arithmetic_of
-from speculative.request import Request, Structure, TokenDelta
+from speculative.request import FinishReason, Request, Structure, TokenDelta
 from speculative.state.batch import Batch, StepOutcome
 from speculative.state.handoff import Arrival, Blob, ComputedTokenState, Export, check_manifest, decode_state
 from speculative.state.kv_cache import KVCache
 from speculative.state.sequence import Phase, Sequence
 from speculative.state.token_constraint import ConstraintMaker, TokenConstraint
-from speculative.stats import EngineUsage, StepStats
+from speculative.stats import EngineUsage, Evidence, StepStats
 from speculative.step.runner import ModelRunner
+
+_MOST_EVIDENCE = 32  # requests of a step
 
 
 class EngineCore:
@@ -245,11 +247,14 @@ class EngineCore:
     def step(self) -> list[TokenDelta]:
         """Advance every scheduled sequence: draft, verify, commit."""
         use_device(self.device)
+        num_found = self.stats.num_found
         batch, deltas = self.scheduler.schedule(), list[TokenDelta]()
         if batch is not None:
             outcome = self.parts.executor.run(batch)
             deltas = self.scheduler.commit(batch, outcome)
             self._record(batch, outcome, deltas)
+            if self.stats.num_found > num_found:
+                self.stats.evidence += _evidence(batch, outcome, deltas)
         if self.copies is not None:
             with _timed(self.stats, "export_s"):
                 self.copies.send(self.scheduler.leaving)
@@ -329,6 +334,14 @@ class EngineCore:
 
     def _slots(self, sequence: Sequence, start: int, stop: int) -> Tensor:
         return torch.from_numpy(sequence.slots(stop, self.config.block_size)[start:]).to(self.device)
+
+
+def _evidence(batch: Batch, outcome: StepOutcome, deltas: list[TokenDelta]) -> tuple[Evidence, ...]:
+    """The requests that a step ended for what it found; all of its requests where it ended none."""
+    ended = {delta.request_id for delta in deltas if delta.finish_reason is FinishReason.ERROR}
+    made = [(entry.sequence, result.token_ids) for entry, result in zip(batch.entries, outcome.results, strict=True)]
+    shown = [one for one in made if not ended or one[0].request.request_id in ended][:_MOST_EVIDENCE]
+    return tuple(Evidence(one.request, tuple(one.tokens[one.num_prompt :]), refused) for one, refused in shown)
 
 
 @contextmanager

@@ -5,6 +5,8 @@ import math
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+from speculative.request import Request
+
 LOGPROB_RULES = {
     "count": "not one entry per token, or not the requested candidates",
     "token": "an entry belongs to another token",
@@ -62,6 +64,9 @@ INVARIANTS = {
 }
 """Meaning of a violation, by invariant."""
 
+SAMPLED_INVARIANTS = frozenset({"draw", "resolution", "greedy"})
+"""Those that are checked only in the steps whose self-check terms are taken; all others are in every step."""
+
 DEAD_END = "no_token"
 """Why a row is no token's that a request's own rules leave none: its client's mistake, and no broken invariant."""
 
@@ -117,6 +122,15 @@ class CheckState:
     evidence_since: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """A request of the step in which an engine found itself at fault, for a post-mortem."""
+
+    request: Request
+    token_ids: tuple[int, ...] = ()  # of its answer so far, as far as they are known
+    refused: tuple[int, ...] = ()  # what the step would have added
+
+
 @dataclass(slots=True)
 class StepStats:
     """Counts since they were last taken; `merge` adds two of them.
@@ -142,6 +156,7 @@ class StepStats:
     violations: dict[str, int] = field(default_factory=dict)  # broken invariants, by kind
     checks: dict[str, CheckSums] = field(default_factory=dict)  # terms of the self-checks
     alarms: dict[str, int] = field(default_factory=dict)  # self-checks that found the engine at fault
+    evidence: tuple[Evidence, ...] = ()  # of the steps in which any of these three was found
     num_repeated_seeds: int = 0  # requests whose seed an earlier one had
     num_checked_rounds: int = 0  # of requests that sample, in the steps whose terms are taken
     num_untested_rounds: int = 0  # of these, whose random numbers another request had: no term counts them
@@ -154,6 +169,11 @@ class StepStats:
     export_s: float = 0.0  # copying computed-token state out of the cache
     check_s: float = 0.0  # checking received handoffs
     insert_s: float = 0.0  # copying them into the cache
+
+    @property
+    def num_found(self) -> int:
+        """How often the engine found itself at fault."""
+        return sum(sum(one.values()) for one in (self.violations, self.logprob_violations, self.alarms))
 
     @property
     def num_drafted(self) -> int:

@@ -14,6 +14,7 @@ import logging
 import os
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ from speculative.request import DEFAULT_VERSION, FinishReason, Request, Speculat
 from speculative.sampling.logprob_checks import LogprobContract
 from speculative.selfcheck.monitor import SelfCheck
 from speculative.state.batch import Terms
-from speculative.stats import INVARIANTS, LOGPROB_RULES, CheckState, EngineUsage, StepStats
+from speculative.stats import INVARIANTS, LOGPROB_RULES, CheckState, EngineUsage, Evidence, StepStats
 
 _logger = logging.getLogger("truespec.vllm")
 
@@ -88,6 +89,7 @@ class VllmBackend:
         self._llm: Any = None
         self._device, self._device_bytes = "", 0
         self._live = 0  # requests under way
+        self._lately: deque[Request] = deque(maxlen=64)  # begun, the newest last
         self._live_replays = 0  # those of them that are replays
         self._tasks: set[asyncio.Task[None]] = set()
         self._orders: asyncio.Task[None] | None = None  # the last engine-wide order
@@ -243,7 +245,7 @@ class VllmBackend:
             manifest = self._manifest_for(request)  # of what computed it, whatever changes while it is packed
             first_violation = self._contract.first_violation(delta, request)
             if first_violation is not None:
-                self._counts.add_breach(first_violation)
+                self._counts.add_breach(first_violation, Evidence(request, refused=delta.token_ids))
                 raise EngineFault(_broken(first_violation))
             handoff = await asyncio.to_thread(_packed, manifest, request, parts, source)
             handed_off = True
@@ -444,7 +446,7 @@ class VllmBackend:
                         delta, rounds = scored(request, output, self._version)
                     first_violation = self._contract.first_violation(delta, request)
                     if first_violation is not None:
-                        self._counts.add_breach(first_violation)
+                        self._counts.add_breach(first_violation, Evidence(request, refused=delta.token_ids))
                         delta = _failed(request, _broken(first_violation))
                     self._counts.add_rounds(request, delta, rounds)
                     yield delta
@@ -495,6 +497,7 @@ class VllmBackend:
         if self._live == 0:
             self._counts.begin()
         self._live += 1
+        self._lately.append(request)
         outputs = self._llm.generate(
             {"prompt_token_ids": list(prompt)} | ({"cache_salt": request.cache_salt} if request.cache_salt else {}),
             params,
@@ -569,13 +572,16 @@ class VllmBackend:
                     self._fault = error
                 return
             terms, violations, excess = reported[-1]
+            stats, num_found = self._counts.stats, self._counts.stats.num_found
             for checks, sums, achievable in terms:
-                self._self_check.take(Terms(tuple(checks), np.array(sums), achievable), self._counts.stats)
+                self._self_check.take(Terms(tuple(checks), np.array(sums), achievable), stats)
             self._counts.add_excess(excess)
             for kind, number in violations.items():
-                self._counts.stats.count_violation(kind, number)
+                stats.count_violation(kind, number)
                 what = "vLLM's sampler broke an invariant %d times: %s.%s"
                 _logger.error(what, number, INVARIANTS[kind], _ADVICE.get(kind, ""))
+            if stats.num_found > num_found:  # in which of these, vLLM's sampler does not say
+                stats.evidence += tuple(map(Evidence, self._lately))
 
     async def _forget(self) -> None:
         """Empty the prefix cache, after waiting for handoffs being read."""

@@ -1,6 +1,7 @@
 """The controller: one actor that replays answers, collects reports and coordinates weights."""
 
 import asyncio
+import dataclasses
 import inspect
 import os
 import time
@@ -38,7 +39,7 @@ from serve_app.referee.judge.detectors import Alarm
 from serve_app.referee.judge.judgement import Judge
 from serve_app.referee.judge.strata import SERVED_STRATA
 from serve_app.referee.judge.tolerance import ServiceTolerances, Tolerance
-from serve_app.referee.judge.verdicts import Checked, VerdictBook
+from serve_app.referee.judge.verdicts import Checked, Finished, VerdictBook
 from serve_app.referee.records.coverage import Coverage
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from serve_app.telemetry.tracing import Carried, adopt, carried
@@ -72,14 +73,16 @@ class Controller:
         dumps = DumpFolder(folder, config.dumps.max_files, config.dumps.max_mib * 2**20)
         book = ReplicaBook(tolerances, dumps, VerdictBook(config.replay.keep_verdicts), alarmed=counts.alarmed)
 
-        def accuse(replica: str, alarm: str) -> None:  # of what no answer shows: it trips no breaker
-            found = Alarm(alarm, "all", time.time())
+        def accuse(replica: str, alarm: str, shown: Finished | None = None) -> None:
+            found = Alarm(alarm, "all", time.time())  # of what no answer shows: it trips no breaker
+            if shown is not None:
+                book.dump(f"alarm {alarm}", lambda: {"replica": replica, "finished": dataclasses.asdict(shown)})
             book.incidents.note("replay", alarm, replica, alarm=found)
             counts.alarmed(found, replica)
 
         numerics = KnownNumerics(config, lambda replica: accuse(replica, "numerics"))
         share, longest_s = config.replay.sample_rate, config.limits.request_timeout_s
-        coverage = Coverage(share, longest_s, lambda replica: accuse(replica, "missing"))
+        coverage = Coverage(share, longest_s, lambda replica, one: accuse(replica, "missing", one))
 
         def heard(report: Report, in_time: bool) -> None:
             numerics.observe(report.status.replica, report.status.pool, report.computing)
@@ -99,7 +102,7 @@ class Controller:
             ended=count_independent(metrics),
         )
         judge = Judge(tolerances)
-        self._controls = Controls(replay, judge.judge, ended=count_controls(metrics))
+        self._controls = Controls(replay, judge.judge, ended=count_controls(metrics), dump=book.dump)
 
         def verified(answer: Answer, checked: Checked) -> None:
             self._independent.offer(answer)
@@ -174,12 +177,17 @@ class _IndependentReplayer(NamedTuple):
 
 def _about(config: AppConfig, tolerance: Tolerance) -> dict[str, Any]:
     grafana = os.environ.get("RAY_GRAFANA_IFRAME_HOST") or os.environ.get("RAY_GRAFANA_HOST", "")  # Ray's own settings
+    of_engine = config.vllm if config.engine.kind == "vllm" else config.engine
     return {
         "model": config.model.served_name,
         "topology": config.topology,
         "drafter": config.drafter.kind,
         "max_num_seqs": config.engine.max_num_seqs,
-        "replay_share": config.replay.sample_rate,
+        "shares": {
+            "replay.sample_rate": config.replay.sample_rate,
+            "replay.independent_rate": config.replay.independent_rate_of(config.engine),
+            "self_check_sample_rate": of_engine.self_check_sample_rate,
+        },
         "max_tme": tolerance.max_tme,
         "assumes_rounding": tolerance.assumed,
         "max_first_token_s": config.limits.max_time_to_first_token_s,

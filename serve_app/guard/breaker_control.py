@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from serve_app.backends.base import Backend
 from serve_app.guard.breaker import REHEARSAL, Breaker, BreakerState, Mode
@@ -67,6 +67,8 @@ class BreakerController:
         ):
             if found:
                 self._trip(reason, f"the engine's own checks: {', '.join(found)}", began, evidence_since)
+        if stats.evidence and self._trips:  # also of a canary that it ended
+            self._trips[-1] = replace(self._trips[-1], evidence=stats.evidence)
 
     def apply(self, orders: Orders) -> None:
         """Carry out the orders in the referee's answer."""

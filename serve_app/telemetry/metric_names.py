@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES, CheckSums, StepStats
+from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES, SAMPLED_INVARIANTS, CheckSums, StepStats
 
 PREFIX = "truespec_"
 COMMON_LABELS = ("model_name", "pool")
@@ -74,6 +74,34 @@ REPLAY_ALARMS = {  # what replays show to be wrong, and what each finding means
     "alternatives": "logprobs reported of other tokens than the emitted ones that are not these tokens' own",
     "missing": "answers that were selected for a replay, and were not handed in",
     "numerics": "a replica says that it rounds more than its configuration does; it is judged by the latter",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Detector:
+    """A thing that raises alarms, by how much it looks at: what an alarm means for answers follows from that."""
+
+    name: str
+    looks_at: str  # steps, or answers
+    setting: str = ""  # of the share of them; "" = it looks at all
+
+    def means_for_answers(self, share: float | None = None) -> str:
+        """Say what an alarm of it means for answers. share: what the setting is; None = name the setting."""
+        if not self.setting:
+            sent = "What broke the rule was not sent, except by vLLM; what else the same fault did may have been."
+            return f"{self.name} looks at all {self.looks_at}. {sent}"
+        looked_at = f"the share `{self.setting}`" if share is None else f"{share:.0%}"
+        sent = "wrong answers may have been sent before the alarm."
+        return f"{self.name} looks at {looked_at} of the {self.looks_at}: {sent}"
+
+
+DETECTORS = {  # by the kind of what they find
+    "selfcheck": Detector("This check", "steps", "self_check_sample_rate"),
+    "sampled": Detector(f"The check of {', '.join(sorted(SAMPLED_INVARIANTS))}", "steps", "self_check_sample_rate"),
+    "invariant": Detector("The check of other rules", "steps"),
+    "logprobs": Detector("The check of logprobs", "steps"),
+    "replay": Detector("The referee", "answers", "replay.sample_rate"),
+    "independent": Detector("This referee", "replayed answers", "replay.independent_rate"),
 }
 WATCHED_RESULTS = {  # what becomes of requests to a watched server, and of what is captured
     "passed": "not in the share that is watched",

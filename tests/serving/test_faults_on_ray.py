@@ -11,7 +11,7 @@ import serve_app.app
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
 from tests.support.engines import NO_DRAFTS, tiny_engine
-from tests.support.faulty_services import Fault, accept_every_draft, misplace_rounds_with_drafts, with_fault
+from tests.support.faulty_services import Fault, commit_first_drafts, misplace_rounds_with_drafts, with_fault
 from tests.support.services import LOOPING, Load, Service, administered, app_args, deployed
 from tests.support.waiting import wait_for
 
@@ -63,10 +63,10 @@ def asked(number: int, **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "case",
     [
-        Case("monolith", "MonolithServer", accept_every_draft, {"selfcheck", "law", "invariant"}, {"engine_fault"}),
+        Case("monolith", "MonolithServer", commit_first_drafts, {"selfcheck", "law", "invariant"}, {"engine_fault"}),
         Case("disaggregated", "DecodeServer", misplace_rounds_with_drafts, {"drift", "law"}, set()),
     ],
-    ids=["accepts everything", "misplaces rounds"],
+    ids=["commits first drafts", "misplaces rounds"],
 )
 def test_a_faulty_replica_falls_back_and_comes_back(
     ray_port: int, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Case
@@ -82,7 +82,7 @@ def test_a_faulty_replica_falls_back_and_comes_back(
     with deployed(ray_port, f"faulty-{case.topology}", args) as service:
         with Load(service, body_of_load, clients=4) as load:
             wait_for(lambda: breaker_state(service) > 0, "the breaker's trip")
-        # Draws against their random numbers end their requests; nothing that is wrong by them is delivered.
+        # Draws against their random numbers end their requests where they are looked at.
         assert {json.loads(one)["error"]["code"] for one in load.errors} <= case.errors
         text = service.metrics_text()
         tripped = {reason for reason in case.reasons if f'reason="{reason}"}} 1.0' in text}
@@ -116,7 +116,7 @@ def test_a_replica_that_goes_wrong_twice_is_replaced(
     ray_port: int, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flag = tmp_path / "fault"
-    faulty = with_fault(serve_app.app.MonolithServer, accept_every_draft, flag)
+    faulty = with_fault(serve_app.app.MonolithServer, commit_first_drafts, flag)
     monkeypatch.setattr(serve_app.app, "MonolithServer", faulty)
     breaker = {"cooldown_s": 1.0, "canary_requests": 3}
     args = app_args(tiny_folder, "monolith", breaker=breaker, admin=administered(tmp_path))

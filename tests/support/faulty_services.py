@@ -24,16 +24,17 @@ _HELD_AT = 100  # tokens of an answer
 Fault = Callable[[EngineCore, Path], None]
 
 
-def accept_every_draft(engine: EngineCore, flag: Path) -> None:
-    """What is drafted is emitted, whatever the target says."""
+def commit_first_drafts(engine: EngineCore, flag: Path) -> None:
+    """The first draft of a round is emitted, whatever the target says."""
     right = engine.parts.sampler.verify_uncoupled
 
     def verify(step: VerifyInput) -> VerifyOutput:
         if not flag.exists():
             return right(step)
+        first = step.judged & (step.offsets == 0)
         surely = step.probs.scatter(1, step.drafts.clamp(min=0)[:, None], 1.0)
         return verify_token_wise(
-            replace(step, probs=torch.where(step.judged[:, None], surely, step.probs), draft_probs=PointMass())
+            replace(step, probs=torch.where(first[:, None], surely, step.probs), draft_probs=PointMass())
         )
 
     engine.parts.sampler.verify_uncoupled = verify

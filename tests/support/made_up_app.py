@@ -28,7 +28,7 @@ ABOUT = {
     "topology": "disaggregated",
     "drafter": "eagle3",
     "max_num_seqs": 64,
-    "replay_share": 0.1,
+    "shares": {"replay.sample_rate": 0.1, "self_check_sample_rate": 0.25},
     "max_tme": 1.05,
 }
 POOLS = {"app#DecodeServer#a1b2": "decode", "app#DecodeServer#c3d4": "decode", "app#PrefillServer#e5f6": "prefill"}

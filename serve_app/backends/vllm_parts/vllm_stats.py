@@ -9,7 +9,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from serve_app.backends.vllm_parts.deltas import SpeculationRound
 from speculative.request import Request, TokenDelta
-from speculative.stats import EngineUsage, StepStats
+from speculative.stats import EngineUsage, Evidence, StepStats
 
 
 class Counts:
@@ -68,8 +68,9 @@ class Counts:
         self._accepted, self._expected = 0.0, min(expected, 0.0)
         self._stats.expected_accepted += max(expected, 0.0)
 
-    def add_breach(self, kind: str) -> None:
+    def add_breach(self, kind: str, evidence: Evidence) -> None:
         """Logprobs broke their contract."""
+        self._stats.evidence += (evidence,)
         self._stats.logprob_violations[kind] = self._stats.logprob_violations.get(kind, 0) + 1
 
     @property

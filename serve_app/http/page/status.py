@@ -78,7 +78,7 @@ class StatusBook:
             "started_at": self._started_at,  # the sums start here
             "at": self._clock(),
             "troubles": troubles(self._history, samples, self._about.get("max_first_token_s")),
-            "incidents": [explained(incident) for incident in overview["incidents"]],
+            "incidents": [explained(incident, self._about.get("shares", {})) for incident in overview["incidents"]],
             "replicas": replicas,
             "routers": [{REPLICA_LABEL: name} | own for name, own in sorted(latencies.items())],  # without an engine
             **{field: sum(one.get(field, 0.0) for one in replicas) for field in ("running", "waiting", "replaying")},

@@ -2,6 +2,7 @@
 says that stands for it."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -10,8 +11,8 @@ from typing import Any
 from serve_app.referee.book.incidents import IncidentKind
 from serve_app.referee.judge.detectors import LOOK_AT, meaning_of
 from serve_app.referee.judge.strata import STRATA
-from serve_app.telemetry.metric_names import REPLAY_ALARMS, TRIP_REASONS
-from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES
+from serve_app.telemetry.metric_names import DETECTORS, REPLAY_ALARMS, TRIP_REASONS
+from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES, SAMPLED_INVARIANTS
 
 _NAMED_STRATA = 3
 
@@ -93,9 +94,14 @@ def _title(alert: str) -> str:
     return " ".join([first.upper() if first in ("Kv", "Tme") else first, *map(str.lower, others)])
 
 
-def explained(incident: dict[str, Any]) -> dict[str, Any]:
-    """Return a trip or an alarm, as the referee reports it, with its alert's title, what it means and what to do."""
+def explained(incident: dict[str, Any], shares: Mapping[str, float]) -> dict[str, Any]:
+    """Return a trip or an alarm, as the referee reports it, with its alert's title, what it means and what to do.
+
+    shares: that detectors look at, by their settings.
+    """
     alert, meanings = _INCIDENTS[incident["kind"]]
+    is_sampled = incident["kind"] == "invariant" and incident["name"] in SAMPLED_INVARIANTS
+    detector = DETECTORS.get("sampled" if is_sampled else incident["kind"])
     is_replay = incident["kind"] == "replay"
     meaning = meanings.get(incident["name"], incident["name"])
     meaning = meaning_of(incident["name"], incident["side"]) if is_replay else meaning
@@ -108,6 +114,7 @@ def explained(incident: dict[str, Any]) -> dict[str, Any]:
         "words": LABEL_NAMES.get(incident["name"], ""),
         "meaning": meaning,
         "effect": said.effect,
+        "unseen": "" if detector is None else detector.means_for_answers(shares.get(detector.setting)),
         "look": f"Look first at {LOOK_AT[incident['name']]}." if is_replay else "",
         "runbook": alert,
     }

@@ -7,7 +7,7 @@ import math
 import uuid
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from serve_app.referee.book.replay_checker import Replay, comparable, impossible
 from serve_app.referee.judge.answer import Answer
@@ -53,6 +53,7 @@ class Controls:
     _: KW_ONLY
     every: int = _EVERY  # how many verified answers there are to a control
     ended: Callable[[ControlChange, ControlResult], None] = lambda change, result: None  # whether each was found
+    dump: Callable[[str, Callable[[], dict[str, Any]]], None] = lambda reason, content: None  # of one that was missed
     _since: float = math.inf  # verified answers; so that the first becomes a control
     _turn: int = 0
     # whether those answers are greedy of which replays give distributions
@@ -101,6 +102,7 @@ class Controls:
             "the referee missed the change (%s) made to %s, replayed by %s: its verdict was %s",
             *(change, spoiled.request.request_id, replayed_by, verdict.value),
         )
+        self.dump(f"control {change}", lambda: dataclasses.asdict(spoiled))
         return "missed"
 
     def _spoiled(self, answer: Answer, checked: Checked, change: ControlChange) -> Answer | None:

@@ -126,7 +126,9 @@ class ReplayChecker:
             if answer.request.rehearsal:  # it is shown, and is no evidence
                 rehearsed = dataclasses.replace(checked, reason=f"{REHEARSED}{checked.reason}")
                 checked = self.book.report(Case(*own, rehearsed))
-            elif not answer.request.canary:  # its own replica judges by it; clients never saw it
+            elif answer.request.canary:  # its own replica judges by it; clients never saw it
+                self.book.dump_suspect(Case(*own, checked))
+            else:
                 checked = self.book.add(Case(*own, checked), judgement.tokens, judgement.drift_tolerance)
                 if checked.verdict.agrees:
                     self.verified(answer, checked)
@@ -163,7 +165,7 @@ class ReplayChecker:
         checked = Checked(
             verdict=Verdict.SUSPECT, reason=reason if differs else f"impossible: {reason}", checks=("wire",) * differs
         )
-        return checked if answer.request.canary else self.book.add_impossible(Case(answer, None, checked))
+        return self.book.add_impossible(Case(answer, None, checked))
 
 
 def impossible(answer: Answer) -> str:

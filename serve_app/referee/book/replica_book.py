@@ -120,7 +120,7 @@ class ReplicaBook:
             plainly = maker.plain and maker.since is not None and answer.began_at > maker.since
             if since is not None and plainly:
                 makers.setdefault(answer.prefilled_by, []).append(token)
-        greedy = answer.request.params.greedy
+        greedy, raised = answer.request.params.greedy, list[str]()
         for name, own in makers.items():
             replica = self._known(name)
             replica.cases.append(case)  # for dumps, whether it is evidence or not
@@ -129,10 +129,16 @@ class ReplicaBook:
                 seen = watch.see(own, greedy=greedy, drift_tolerance=drift_tolerance, at=answer.began_at)
                 for found in seen:
                     self._alarm(name, replica, found, case, trips=not tolerance.assumed)
+                    raised.append(found.name)
+        if raised and case.checked.verdict is not Verdict.SUSPECT:  # else its verdict has it dumped
+            self.dump(f"alarm {raised[0]}", case.to_dump)
         return self.report(case)
 
     def add_impossible(self, case: Case) -> Checked:
         """An answer that no engine takes is an alarm for each replica that made it. Returns what to report of it."""
+        if case.answer.request.canary:  # its own replica judges by it; clients never saw it
+            self.dump_suspect(case)
+            return case.checked
         for name in sorted(set(case.answer.made_by)):
             replica = self._known(name)
             replica.cases.append(case)
@@ -148,8 +154,13 @@ class ReplicaBook:
         self._latest.appendleft({"at": self.clock(), "replica": answer.replica, **reported.to_wire()})
         if checked.verdict is Verdict.SUSPECT:
             _logger.warning("%s of %s is suspect: %s", answer.request.request_id, answer.replica, checked.reason)
-            self._dump(checked.reason, case.to_dump)
+        self.dump_suspect(case)
         return reported
+
+    def dump_suspect(self, case: Case) -> None:
+        """Dump an answer if it was found wrong, whoever it was for."""
+        if case.checked.verdict is Verdict.SUSPECT:
+            self.dump(case.checked.reason, case.to_dump)
 
     def _alarm(self, name: str, replica: _Replica, found: Alarm, case: Case, *, trips: bool = True) -> None:
         self.incidents.note("replay", found.name, name, alarm=found)
@@ -193,7 +204,7 @@ class ReplicaBook:
         of the replica, for the dump."""
         kind: IncidentKind = "canary" if trip.reason == "canary" else "trip"
         self.incidents.note(kind, trip.reason, name, at=trip.at, suspect_since=trip.suspect_since)
-        num_suspect = self.verdicts.trip(name, trip)
+        num_suspect = self.verdicts.trip(name, dataclasses.replace(trip, evidence=()))
         _logger.error("%s tripped (%s); %d of its answers are suspect", name, trip.reason, num_suspect)
         cases = tuple(self._known(name).cases)
 
@@ -201,13 +212,14 @@ class ReplicaBook:
             replays = [case.to_dump() for case in cases]
             return {"trip": dataclasses.asdict(trip), "replica": status, "replays": replays}
 
-        self._dump(f"trip {trip.reason}", content)
+        self.dump(f"trip {trip.reason}", content)
         return num_suspect
 
     def overview(self) -> dict[str, Any]:
         """The latest replays' results, and trips and alarms, newest first."""
         return {"latest": list(self._latest), "incidents": self.incidents.to_wire()}
 
-    def _dump(self, reason: str, content: Callable[[], dict[str, Any]]) -> None:
+    def dump(self, reason: str, content: Callable[[], dict[str, Any]]) -> None:
+        """Have a thread write a dump, where there is a folder for it."""
         if self.dumps.enabled:
             asyncio.get_running_loop().run_in_executor(None, lambda: self.dumps.write(reason, content()))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from serve_app.referee.judge.alternatives import NOTHING_COMPARED, AlternativesFound
 from serve_app.referee.judge.answer import Answer
 from serve_app.referee.judge.draws import NOT_REPLAYED, DrawsChecked
+from speculative.stats import Evidence
 
 REHEARSED = "rehearsed: "
 """Begins the reason of a verdict on an answer that was made with a known fault, and went to no client."""
@@ -130,6 +131,7 @@ class Trip:
     reason: str
     at: float
     suspect_since: float  # answers that ended after this, and began before `at`, are suspect
+    evidence: tuple[Evidence, ...] = ()  # requests in which the engine found it
 
 
 @dataclass(frozen=True, slots=True)

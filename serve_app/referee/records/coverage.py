@@ -27,7 +27,8 @@ class Coverage:
 
     share: float  # of the replies that is selected
     longest_s: float  # that a reply may hold up its answers, by other choices or a client that takes it slowly
-    missed: Callable[[str], None]  # where more are missing than are lost by chance: the replica of the last one
+    # where more are missing than are lost by chance: the replica of the last one, and that one
+    missed: Callable[[str, Finished], None]
     clock: Callable[[], float] = time.monotonic  # seconds
     _due: deque[tuple[float, str, Finished]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _came: OrderedDict[str, None] = field(default_factory=OrderedDict)
@@ -55,4 +56,4 @@ class Coverage:
                 test.add([one.request_id not in self._came])
                 if test.alarm:
                     del self._tests[stratum]  # else it would raise the alarm again with every answer
-                    self.missed(maker)
+                    self.missed(maker, one)

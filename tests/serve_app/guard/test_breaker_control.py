@@ -32,13 +32,13 @@ from speculative.config import DrafterConfig
 from speculative.engine import EngineCore
 from speculative.errors import EngineFault
 from speculative.request import Request, SamplingParams, Speculation, TokenDelta
-from speculative.stats import CheckState, StepStats
+from speculative.stats import CheckState, Evidence, StepStats
 from tests.support.engines import NGRAM, answer_all, settings
 from tests.support.fake_backend import FakeBackend, FakeConfig
 from tests.support.referees import TOLERANCE
 from tests.support.tiny_models import write_tiny_model
 
-ALARM = StepStats(alarms={"f": 1})
+ALARM = StepStats(alarms={"f": 1}, evidence=(Evidence(Request("r", (1,))),))
 
 
 class Replica:
@@ -244,7 +244,9 @@ async def test_an_alarm_during_a_canary_fails_it(replica: Replica) -> None:
         await asyncio.sleep(0.002)
     assert replica.breaker_controller.status.breaker is BreakerState.OPEN
     assert replica.count("truespec_canaries_total", result="failed") == 1
-    assert [trip.reason for trip in replica.breaker_controller.take_trips()] == ["selfcheck", "canary"]
+    trips = replica.breaker_controller.take_trips()
+    assert [trip.reason for trip in trips] == ["selfcheck", "canary"]
+    assert all(trip.evidence == ALARM.evidence for trip in trips)
     assert replica.count("truespec_breaker_trips_total") == 0, "the first was counted before, a canary is no trip"
 
 

@@ -13,6 +13,7 @@ from serve_app.referee.judge.answer import Answer
 from serve_app.referee.judge.verdicts import Finished, Trip, Verdict
 from speculative.errors import EngineFault, EngineOverloaded, InvalidRequest, SequenceTooLong
 from speculative.request import ReplayedToken, Request, SamplingParams
+from speculative.stats import Evidence
 from tests.support.referees import NUM_TOKENS, RIGHT, TOLERANCE, Court, served
 
 
@@ -92,6 +93,8 @@ async def test_a_finding_says_when_its_evidence_began(court: Court) -> None:
     assert {finding.alarm for finding in findings} <= {"probability", "surprisal"}
     assert {finding.evidence_since for finding in findings} == {400.0}
     assert all(finding.began_at > 400.0 for finding in findings)
+    dumped = (await court.dump("*-alarm-*")).read_text()
+    assert f'"request_id":"cmpl-{number}-0"' in dumped, "the answer that completed it, whatever its own verdict"
 
 
 async def test_what_breaks_an_assumed_tolerance_is_an_incident_and_trips_nothing(court: Court) -> None:
@@ -202,10 +205,13 @@ async def test_what_began_before_a_replica_changed_says_nothing_about_it(court: 
 
 async def test_a_canary_is_judged_and_blames_nobody(court: Court) -> None:
     court.replayer.drift = -0.8
-    canary = served(request=Request("canary-x-0", (1, 2, 3), canary=True))
+    params = SamplingParams(max_tokens=NUM_TOKENS)
+    canary = served(request=Request("canary-x-0", (1, 2, 3), params, canary=True))
     assert (await court.checker.check(canary)).verdict is Verdict.SUSPECT
+    assert '"request_id":"canary-x-0"' in (await court.dump("*-drift")).read_text()
     impossible = dataclasses.replace(canary, max_model_len=NUM_TOKENS)
     assert (await court.checker.check(impossible)).verdict is Verdict.SUSPECT
+    assert '"request_id":"canary-x-0"' in (await court.dump("*-impossible*")).read_text()
     assert court.on_heartbeat("r1").findings == ()
     assert court.book.verdicts.reply("canary-x") is None
 
@@ -315,12 +321,14 @@ async def test_a_trip_makes_answers_suspect_and_writes_a_dump(court: Court) -> N
     finished = tuple(Finished(f"cmpl-{number}-0", 10, 12 + number) for number in range(3))
     court.on_heartbeat("r1", finished=finished)
     assert (court.book.verdicts.reply("cmpl-1") or {})["verdict"] == "verified"
-    court.on_heartbeat("r1", since=20.0, trips=(Trip("selfcheck", 20.0, 13.0),))
+    evidence = (Evidence(served(2).request, (7, 8)),)
+    court.on_heartbeat("r1", since=20.0, trips=(Trip("selfcheck", 20.0, 13.0, evidence),))
     reported = [(court.book.verdicts.reply(f"cmpl-{number}") or {})["verdict"] for number in range(3)]
     assert reported == ["unverified", "suspect", "suspect"]
     path = await court.dump("*trip-selfcheck*")
     dump = json.loads(path.read_text())
     assert dump["replica"]["replica"] == "r1"
+    assert [one["request"]["request_id"] for one in dump["trip"]["evidence"]] == ["cmpl-2-0"]
     assert [replay["served"]["request"]["request_id"] for replay in dump["replays"]] == ["cmpl-1-0"]
 
 

@@ -195,6 +195,7 @@ def test_a_broken_gather_fails_its_request_alone(tiny_folder: Path, monkeypatch:
         assert answer.error is None
     assert_idle(engine)
     assert sum(engine.stats.logprob_violations.values()) == 1
+    assert [one.request.request_id for one in engine.stats.evidence] == ["victim"]
     assert engine.take_stats().logprob_violations.keys() <= LOGPROB_RULES.keys()
     assert engine.stats.logprob_violations == {}
 

@@ -114,6 +114,7 @@ def test_a_broken_invariant_fails_its_request(
     stats = engine.take_stats()
     assert set(stats.violations) == {kind}
     assert stats.violations[kind] == len(failed) > 0
+    assert {one.request.request_id for one in stats.evidence} == failed
     for name, answer in answers.items():
         last = answer.deltas[-1]
         if name in failed:

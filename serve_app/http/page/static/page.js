@@ -97,7 +97,7 @@ function faultOf(fault) {
     element("div", {},
       element("h3", {}, ...unique("title").flatMap((title) => [pill(title, "bad"), " ", ...fault.filter((one) => one.title === title).flatMap((one) => [named(one), " "])])),
       ...fault.map((one) => element("p", {}, ...(fault.length > 1 ? [named(one), ": ", one.meaning] : [one.meaning[0].toUpperCase(), one.meaning.slice(1)]), ".")),
-      ...[[...unique("look").slice(0, 1), ...suspect].join(" "), ...unique("effect")].filter(Boolean).map((text) => element("p", {}, text)),
+      ...[[...unique("look").slice(0, 1), ...suspect, ...unique("unseen")].join(" "), ...unique("effect")].filter(Boolean).map((text) => element("p", {}, text)),
       element("p", { class: "note" }, `${pool ? `${pool} ` : ""}replica `, element("b", {}, shortName(replica)), pool ? "" : ", gone since", times,
         ...unique("runbook").flatMap((alert) => [" · ", runbook(alert)]))));
 }
@@ -343,7 +343,7 @@ function drawStrata() {
     ]);
   const columns = [["which tokens"], ["tokens", true], ["TME", true], ["alarms", true]];
   table(byId("strata"), columns, rows.slice(0, SHOWN_STRATA),
-    status.about.replay_share > 0 ? "Nothing has been replayed yet. A share of answers is replayed soon after they finish."
+    status.about.shares["replay.sample_rate"] > 0 ? "Nothing has been replayed yet. A share of answers is replayed soon after they finish."
       : "Replays are off (replay.sample_rate is 0): only answers to requests with verify are replayed.");
   table(byId("more-strata"), columns, rows.slice(SHOWN_STRATA), "");
   byId("others").hidden = rows.length <= SHOWN_STRATA;

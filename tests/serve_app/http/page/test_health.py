@@ -12,7 +12,7 @@ from serve_app.http.page.words import CHECK_NAMES, explained, runbooks
 from serve_app.referee.book.incidents import Incident, IncidentKind
 from serve_app.referee.judge.detectors import LOOK_AT
 from serve_app.telemetry.metric_names import REPLAY_ALARMS, TRIP_REASONS
-from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES
+from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES, SAMPLED_INVARIANTS
 from tests.serve_app.http.page.test_history import Watched
 
 MEANINGS = {alert.name.removeprefix("Truespec"): alert.means.replace("`", "") for alert in ALERTS}
@@ -131,7 +131,10 @@ def test_every_alert_is_read_back_from_its_runbook() -> None:
 def test_every_incident_says_what_it_means_and_where_its_runbook_is(kind: IncidentKind) -> None:
     for name in NAMES[kind]:
         incident = Incident(kind, name, "r1", 1.0, 2.0, 3, strata=("all", "first") if kind == "replay" else ())
-        said = explained(asdict(incident))
+        said = explained(asdict(incident), {"self_check_sample_rate": 0.25})
+        is_sampled = kind == "selfcheck" or (kind == "invariant" and name in SAMPLED_INVARIANTS)
+        assert ("looks at 25% of the steps" in said["unseen"]) == is_sampled
+        assert ("sent" in said["unseen"]) == (kind not in ("trip", "canary"))
         assert said["effect"] == runbooks()[said["runbook"]].effect
         assert kind != "replay" or LOOK_AT[name] in said["look"], "the advice is the alarm's own"
         assert said["meaning"] not in ("", name)

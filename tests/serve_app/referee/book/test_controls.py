@@ -31,7 +31,9 @@ async def controlled(
     """What became of the controls when a referee had verified these answers, each before the next was served."""
     judge = judge or Judge(TOLERANCE).judge
     ended: Counter[tuple[str, str]] = Counter()
-    controls = Controls(replay, judge, every=every, ended=lambda *result: ended.update([result]))
+    dumped: list[str] = []
+    kept: dict[str, Any] = {"ended": lambda *result: ended.update([result]), "dump": lambda why, _: dumped.append(why)}
+    controls = Controls(replay, judge, every=every, **kept)
     checker = ReplayChecker(replay, judge, ReplicaBook(TOLERANCE), verified=controls.offer)
     async with asyncio.TaskGroup() as tasks:
         work = [tasks.create_task(one.run()) for one in (checker, controls)]
@@ -41,6 +43,7 @@ async def controlled(
                 await asyncio.sleep(0)  # the control follows
         for task in work:
             task.cancel()
+    assert sorted(dumped) == sorted(f"control {change}" for change, result in ended.elements() if result == "missed")
     return ended
 
 

@@ -19,8 +19,8 @@ class Service:
     """Two replicas that answer a request a second, one in ten of which is selected."""
 
     def __init__(self) -> None:
-        self.clock, self.missed = Clock(0.0), list[str]()
-        self.coverage = Coverage(SHARE, 600.0, self.missed.append, self.clock)
+        self.clock, self.missed = Clock(0.0), list[tuple[str, Finished]]()
+        self.coverage = Coverage(SHARE, 600.0, lambda *missed: self.missed.append(missed), self.clock)
         self.num_selected = 0
 
     def serve(self, num: int, left_out: Left) -> None:
