@@ -18,7 +18,7 @@ from speculative.errors import ConfigError
 from tests.support import fake_openai
 from tests.support.fake_openai import FakeOpenAI, failure
 from tools.chaos import replicas
-from tools.chaos.command import sizes_to_kill
+from tools.chaos.__main__ import sizes_to_kill
 from tools.chaos.replicas import Killer
 from tools.chaos.run import ChaosFigures
 from tools.chaos.streams import ask_all, complete, differences

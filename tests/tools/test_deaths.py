@@ -16,6 +16,7 @@ ERROR = CUT + 'data: {"error": {"message": "lost", "type": "server_error", "para
 
 DEATH = Death(
     route="Serve's proxy", process="a decode replica", streams={"complete": 5, "cut": 3}, through_head=2,
+    in_prefill={"complete": 5, "HTTP 500": 2, "HTTP 429": 1},
     failed={"HTTP 500": 2, "refused": 4}, failed_for_s=3.5, whole_s=41.0,
     counted={"requests_interrupted_total": 4.0, "replica_restarts_total": 1.0}, alerts={"TruespecX": "firing"},
 )  # fmt: skip
@@ -60,4 +61,4 @@ def test_increases_are_summed_over_exporters_and_series() -> None:
 
 def test_losses_that_nothing_counted() -> None:
     """Restarts are no requests, and nobody could have counted a connection that was refused."""
-    assert DEATH.uncounted == 3 + 2 - 4
+    assert DEATH.uncounted == 3 + 2 + 2 - 4

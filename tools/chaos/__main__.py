@@ -1,6 +1,6 @@
 """`python -m tools.chaos`: replicas, nodes and processes killed under load."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,17 @@ from deploy.options import FiniteRange, check_writable, write_json
 from deploy.run.machine import Machine
 from deploy.run.preflight import check_machine
 from serve_app.config.files import load_config
-from serve_app.config.serve_file import ServeFile
-from tools.chaos.command import ChaosOptions, sizes_to_kill
-from tools.chaos.command import chaos as run
-from tools.chaos.deaths import kill_each
+from serve_app.config.serve_file import Application, ServeFile
+from speculative.errors import ConfigError
+from tools.chaos.deaths import KINDS, kill_each
 from tools.chaos.nodes import LocalCluster, local_cluster, one_node_a_replica
 from tools.chaos.page import write_chaos, write_deaths
+from tools.chaos.replicas import Killer
+from tools.chaos.run import Strikes, run_chaos
+from tools.chaos.streams import plan
 from tools.provenance import command_line
+
+_DEPLOYMENTS = {"prefill": "PrefillServer", "decode": "DecodeServer", "monolith": "MonolithServer"}
 
 
 @click.command(cls=MainCommand)
@@ -64,6 +68,7 @@ from tools.provenance import command_line
     help="Instead, kill one process of each kind (replicas, proxies, controllers, a raylet, the head), with Serve's "
     "proxy, with HAProxy, and with HAProxy and a router; report what clients saw, what was counted, and the alerts.",
 )
+@click.option("--only", multiple=True, type=click.Choice(KINDS), help="With --kill-each, kill these processes only.")
 def main(file: Path, port: int, json_file: Path | None, page: Path | None, *, kill_each: bool, **options: Any) -> None:
     """Kill replicas, or whole nodes, on this machine while clients stream; check that nothing is lost, repeated,
     changed or leaked."""
@@ -71,16 +76,20 @@ def main(file: Path, port: int, json_file: Path | None, page: Path | None, *, ki
     check_writable(page, "--page")
     checked = at_port(load_config(file), port)
     report = progress_printer()
-    sizes_to_kill(checked.application)  # what is wrong with them is reported before anything starts
+    sizes = sizes_to_kill(checked.application)  # what is wrong with them is reported before anything starts
     if kill_each:
-        _kill_each(checked, json_file, page, options["concurrency"], options["max_tokens"])
+        _kill_each(checked, json_file, page, options)
         return
-    asked = ChaosOptions(**options)
+    seed, kill_nodes = options["seed"], options["kill_nodes"]
     with (
-        _on_nodes(checked, report) if asked.kill_nodes else nullcontext((checked, None)) as (placed, cluster),
+        _on_nodes(checked, report) if kill_nodes else nullcontext((checked, None)) as (placed, cluster),
         served(placed, None if cluster is None else cluster.address, report) as service,
     ):
-        figures = run(placed.application, service.base_url, asked, report, cluster)
+        replace_node_of = None if cluster is None else cluster.replace_node_of
+        killer = Killer(placed.application.name, sizes, seed, kill_nodes, replace_node_of)
+        bodies = plan(service.model_name, options["requests"], seed, options["max_tokens"])
+        strikes = Strikes(options["kill_every_s"], 60 * options["minutes"])
+        figures = run_chaos(service.base_url, killer, bodies, options["concurrency"], strikes, report)
     write_json(json_file, figures.as_dict())
     if page is not None:
         write_chaos(page, figures, command_line(), service.model_name)
@@ -89,17 +98,30 @@ def main(file: Path, port: int, json_file: Path | None, page: Path | None, *, ki
         raise Failure("Something was lost, repeated, changed or leaked; the figures say what.")
 
 
-def _kill_each(file: ServeFile, json_file: Path | None, page: Path | None, streams: int, max_tokens: int) -> None:
+def sizes_to_kill(application: Application) -> dict[str, int]:
+    """Replicas of each deployment that may lose one. Raises ConfigError: there is none, or no router that would keep
+    the streams."""
+    args = application.effective_args
+    if args.router is None:
+        raise ConfigError("recovery.resume is false: streams would end with their replica; set it to true.")
+    sizes = {_DEPLOYMENTS[name]: args.pool(name).replicas for name in args.pool_names if args.pool(name).replicas > 1}
+    if not sizes:
+        raise ConfigError("pools: every pool has one replica, and the last one is never killed; set replicas to 2.")
+    return sizes
+
+
+def _kill_each(file: ServeFile, json_file: Path | None, page: Path | None, options: Mapping[str, Any]) -> None:
     context = click.get_current_context()
     for option in context.command.params:
         given = context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
         if given and option.name in ("requests", "kill_every_s", "kill_nodes", "minutes", "seed"):
             raise click.UsageError(f"{option.opts[0]} says when replicas are killed; --kill-each kills each once.")
-    deaths = kill_each(file, streams, max_tokens, progress_printer())
+    only = options["only"]
+    deaths = kill_each(file, options["concurrency"], options["max_tokens"], progress_printer(), only or KINDS)
     figures = {"deaths": [one.as_dict() for one in deaths]}
     write_json(json_file, figures)
     if page is not None:
-        write_deaths(page, deaths, command_line(), file.application.args.model.served_name)
+        write_deaths(page, deaths, command_line(), ", ".join([file.application.args.model.served_name, *only]))
     out.print_json(data=figures)
     if uncounted := [f"{one.process} ({one.route})" for one in deaths if one.uncounted]:
         raise Failure(f"Requests were lost that no metric has: {', '.join(uncounted)}; the figures say how many.")

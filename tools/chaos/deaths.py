@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,6 +38,8 @@ ROUTES = (_PLAIN, _HAPROXY, _ROUTED)
 _DECODES, _PREFILLS, _ROUTER = "a decode replica", "a prefill replica", "the router"
 _PROXY, _SERVE, _CONTROLLER = "a node's proxy", "Serve's controller", "truespec's controller"
 _RAYLET, _HEAD, _HEAD_REDIS = "a node's raylet", "the head", "the head, its state in Redis"
+KINDS = (_DECODES, _PREFILLS, _ROUTER, _PROXY, _SERVE, _CONTROLLER, _RAYLET, _HEAD, _HEAD_REDIS)
+"""Kinds of processes, those first whose deaths leave the others where they are."""
 _TITLES = {
     _DECODES: r"ray::ServeReplica:[^:]+:(Decode|Monolith)Server",
     _PREFILLS: r"ray::ServeReplica:[^:]+:PrefillServer",
@@ -52,6 +54,8 @@ _COUNTS = re.compile(
 )
 _LOSSES = ("requests_interrupted_total", "requests_total{", "serve_num_http_requests_total{")
 _NOT_ACCEPTED = ("refused", "no reply")
+_NOT_LOST = ("complete", "refused", "HTTP 429")
+_LONG_PROMPT = "one two three " * 400  # for seconds in the prefill pool
 _START_S = 600.0
 _STREAM_S = 180.0  # no stream takes longer where all is well
 _ASK_S = 15.0
@@ -75,6 +79,7 @@ class Death:
     process: str  # the one that was killed
     streams: dict[str, int]  # results of the streams that ran then, with their numbers
     through_head: int  # of these, those that came by the head's own proxy, which a chart's service leaves out
+    in_prefill: dict[str, int]  # results of as many whole requests with long prompts, sent just before
     failed: dict[str, int]  # results of new requests that were not answered, with their numbers
     failed_for_s: float  # from the first to the last of them
     whole_s: float | None  # seconds until all was there again; None = not within the time of observation
@@ -84,8 +89,9 @@ class Death:
     @property
     def uncounted(self) -> int:
         """Requests that something accepted and that were lost, as far as there are more of them than were counted."""
-        results = Counter(self.streams) + Counter(self.failed)
-        lost = sum(count for result, count in results.items() if result not in ("complete", *_NOT_ACCEPTED))
+        results = Counter({result: count for result, count in self.failed.items() if result not in _NOT_ACCEPTED})
+        results += Counter(self.streams) + Counter(self.in_prefill)
+        lost = sum(count for result, count in results.items() if result not in _NOT_LOST)
         return max(0, lost - round(sum(count for name, count in self.counted.items() if name.startswith(_LOSSES))))
 
     def as_dict(self) -> dict[str, object]:
@@ -93,8 +99,10 @@ class Death:
         return asdict(self)
 
 
-def kill_each(file: ServeFile, streams: int, max_tokens: int, progress: Progress) -> list[Death]:
-    """Serve the configuration by each route on a cluster of its own, and kill one process of each kind.
+def kill_each(
+    file: ServeFile, streams: int, max_tokens: int, progress: Progress, kinds: Collection[str] = KINDS
+) -> list[Death]:
+    """Serve the configuration by each route on a cluster of its own, and kill one process of each of these kinds.
 
     Args:
         file: has a router, and two replicas of each pool at least.
@@ -107,20 +115,14 @@ def kill_each(file: ServeFile, streams: int, max_tokens: int, progress: Progress
     """
     found = []
     for route in ROUTES:
-        for redis in (False, True) if route != _HAPROXY and shutil.which("redis-server") else (False,):
+        has_redis = _HEAD_REDIS in kinds and route != _HAPROXY and shutil.which("redis-server")
+        for redis in (False, True) if has_redis else (False,):
             with _served(file, route, redis=redis, progress=progress) as service:
-                for process in [_HEAD_REDIS] if redis else _processes(service):
+                for process in [_HEAD_REDIS] if redis else service.there(kinds):
                     progress(f"{route}: killing {process}")
                     found.append(service.kill(process, streams, max_tokens))
                     progress(f"  {json.dumps(found[-1].as_dict())}")
     return found
-
-
-def _processes(service: "_Service") -> list[str]:
-    """Kinds of processes to kill, those first that leave the others where they are."""
-    there = service.census()
-    kinds = [kind for kind in (_DECODES, _PREFILLS, _ROUTER, _PROXY, _SERVE, _CONTROLLER) if there[kind]]
-    return kinds if there[_RAYLET] == 1 else [*kinds, _RAYLET, _HEAD]
 
 
 @contextlib.contextmanager
@@ -221,28 +223,36 @@ class _Service:
         """The number of processes of each kind."""
         return Counter(kind for _, kind in self._known())
 
+    def there(self, kinds: Collection[str]) -> list[str]:
+        """Those of these kinds that can be killed by themselves: on a single node no raylet is one, and no head."""
+        there = self.census() if self._cluster.nodes else self.census() - Counter([_RAYLET])
+        return [kind for kind in KINDS if kind in kinds and (there[kind] or (kind == _HEAD and self._cluster.nodes))]
+
     def kill(self, process: str, streams: int, max_tokens: int) -> Death:
-        """Kill a process while streams run, and observe until all is there again."""
+        """Kill a process while streams run and others wait for their prompts, and observe until all is there again."""
         whole, before, alerts = self.census(), self._counters(), self._alerts()
         over = Event()
-        with ThreadPoolExecutor(streams + 1) as threads:
+        with ThreadPoolExecutor(2 * streams + 1) as threads:
             running = self._begin(threads, streams, max_tokens)
-            time.sleep(_REPORTED_S)
             of_head = set(self._cluster.head.pids) if self._cluster.nodes else set()  # without nodes there is one proxy
             through_head = sum(pid in of_head for pid in pids_of_port(self._port, ESTABLISHED))
+            waiting = [threads.submit(self._ask_long, number) for number in range(streams)]
+            time.sleep(_REPORTED_S)
             restart = self._strike(process)
             began = time.monotonic()
             asking = threads.submit(self._keep_asking, over, began)
             raised: dict[str, str] = {}
             whole_s = self._observe(whole, began, restart, asking, alerts, raised)
             over.set()
-            ended, failures = [one.result() for one in running], asking.result()
+            ended, waited = [one.result() for one in running], [one.result() for one in waiting]
+            failures = asking.result()
         times = [at for at, _ in failures]
         return Death(
             route=self._route,
             process=process,
             streams=dict(Counter(map(_result, ended))),
             through_head=through_head,
+            in_prefill=dict(Counter(map(_result, waited))),
             failed=dict(Counter(result for _, result in failures)),
             failed_for_s=round(times[-1] - times[0], 1) if times else 0.0,
             whole_s=whole_s,
@@ -274,6 +284,12 @@ class _Service:
             said = [one.result().reported() for one in running]
             raise ServiceNotStarted(f"{self._url}: not all of {streams} streams began: {said}") from None
         return running
+
+    def _ask_long(self, number: int) -> Attempt:
+        """Ask for a whole answer, to a prompt that was never computed."""
+        body = {"model": self._model, "prompt": f"{time.time()} {number} {_LONG_PROMPT}", "max_tokens": 8}
+        with Client(self._url, timeout_s=_STREAM_S) as client:
+            return client.post(body)
 
     def _strike(self, process: str) -> Callable[[], None]:
         """Kill it; returns what a kubelet does about it, to be called again and again."""
@@ -407,5 +423,5 @@ def _increases(before: Series, after: Series) -> dict[str, float]:
 def _short(series: str) -> str:
     """The name of a series, with the label that says what was counted."""
     name = re.search(r"(?:truespec|ray)_(\w+)", series)
-    label = re.search(r'\b(outcome|status_code|result|reason)="[^"]*"', series)
+    label = re.search(r'\b(outcome|status_code|result|reason|stage)="[^"]*"', series)
     return f"{name[1] if name else series}{'{' + label[0] + '}' if label else ''}"

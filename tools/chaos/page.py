@@ -15,6 +15,7 @@ _DEATH_COLUMNS = (
     "requests come by",
     "killed",
     "streams that ran",
+    "in prefill",
     "new requests that failed",
     "all there again",
     "counted",
@@ -64,9 +65,10 @@ def write_deaths(path: Path, deaths: Sequence[Death], command: str, model: str) 
 `{command}`, {_when_and_where()}.
 
 There are a head and a node for each replica, with a proxy on each. With HAProxy, whose files and ports two nodes of one
-machine would share, all is on one node. New requests come every half second. A raylet's node and the head are started
-again at once, as a kubelet does. Metrics are the application's, without `truespec_`, and Ray's of its proxies.
-Prometheus evaluates the alerts with the chart's windows.
+machine would share, all is on one node. In prefill are as many whole requests, sent 3 s before, whose prompts have
+1,200 words. New requests come every half second. A raylet's node and the head are started again at once, as a kubelet
+does. Metrics are the application's, without `truespec_`, and Ray's of its proxies. Prometheus evaluates the alerts with
+the chart's windows.
 
 {table}"""
     write_section(path, "deaths", model, body, head=_HEAD)
@@ -79,6 +81,7 @@ def _death_row(one: Death) -> tuple[str, ...]:
         one.route,
         one.process,
         _counts(one.streams) + through_head,
+        _counts(one.in_prefill),
         failed,
         "not within the time observed" if one.whole_s is None else f"after {one.whole_s:g} s",
         ", ".join(f"{count:g} `{name}`" for name, count in one.counted.items()) or "nothing",

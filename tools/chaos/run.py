@@ -19,7 +19,7 @@ from tools.chaos.streams import ask_all, complete, differences
 Progress = Callable[[str], None]
 
 _HELD = {
-    "requests": ("truespec_requests_running", "truespec_requests_waiting"),
+    "requests": ("truespec_requests_in_flight", "truespec_requests_running", "truespec_requests_waiting"),
     "kv_blocks": ("truespec_kv_cache_usage_ratio",),
     "replays": ("truespec_replay_lag_seconds", "truespec_replays_running"),
 }
