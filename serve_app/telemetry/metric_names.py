@@ -307,7 +307,8 @@ CATALOGUE: tuple[Metric, ...] = (
     _counter("requests_total", "Finished requests.", outcome={
         "stop": "ended with a stop token or a stop string",
         "length": "reached its max_tokens, or the model's longest length",
-        "abort": "its client disconnected",
+        "abort": "its connection ended: its client left, or the proxy between died, which looks the same from here. "
+        "Ray Serve's proxy counts the former as `ray_serve_num_http_requests_total` with status_code 499",
         "error": "the engine or the service failed, or the deadline passed",
         "rejected": "was not started: too much was in flight, or it asks for something that cannot be served",
     }),
