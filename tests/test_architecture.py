@@ -68,7 +68,7 @@ OWNERS = {
     "aiohttp": {"deploy.watch"},
     "click": {"deploy"},
     "cryptography": {"serve_app.referee.records.signatures"},
-    "ctypes": {"speculative.kernels"},
+    "ctypes": {"speculative.kernels", "serve_app.openai.off_loop"},
     "fastapi": {"serve_app.http", "serve_app.http.page.page_routes", "deploy.watch.app"},
     "gguf": {"speculative.model"},
     "grafana_api": {"dashboards.push"},

@@ -5,6 +5,7 @@ import asyncio
 from fastapi import Request
 
 from serve_app.errors import BodyTimeout, BodyTooLarge
+from serve_app.openai.off_loop import off_loop
 from serve_app.openai.parsing import parse
 from serve_app.openai.wire import W
 
@@ -15,6 +16,12 @@ _BODY_TIMEOUT_S = 30.0  # for all of a body to come
 async def read_order(request: Request, kind: type[W]) -> W:
     """An operator's or trainer's order; a body that is empty sets nothing."""
     return parse(await read_body(request, _MAX_ORDER_BYTES) or b"{}", kind)
+
+
+async def read_wire(request: Request, kind: type[W], most: int) -> W:
+    """A client's request, of so many bytes at most."""
+    body = await read_body(request, most)
+    return await off_loop(body, lambda: parse(body, kind))
 
 
 async def read_body(request: Request, most: int) -> bytes:

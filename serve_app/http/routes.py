@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -24,7 +24,7 @@ from serve_app.errors import ErrorReply, UnknownVerdict, UnsupportedParameter, r
 from serve_app.http.access.access import Access
 from serve_app.http.access.request_gate import HEALTH, Gate
 from serve_app.http.admin import Admin, PauseOrder, RehearsalOrder, SpeculationOrder, WeightsOrder
-from serve_app.http.body import read_body, read_order
+from serve_app.http.body import read_order, read_wire
 from serve_app.http.event_stream import EventStream, unless_disconnected
 from serve_app.http.openapi import document
 from serve_app.http.request_ids import LONGEST_PATH, RequestIds, request_id_of
@@ -33,7 +33,7 @@ from serve_app.http.vllm_routes import VllmRoutes, add_vllm_routes
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.parsing import parse
+from serve_app.openai.off_loop import CALLER
 from serve_app.openai.plan import Planned
 from serve_app.openai.requests import UNSUPPORTED_ENDPOINTS
 from serve_app.openai.responses.kept_responses import KeptResponses
@@ -46,8 +46,6 @@ from serve_app.versions import version_of
 from speculative.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)
-
-R = TypeVar("R", bound=Wire)
 
 _TIMEOUT_HEADER = "x-request-timeout"
 _SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?", re.ASCII)
@@ -91,6 +89,7 @@ def build_ingress(
     async def admit(request: Request) -> None:
         """Go by the route that was chosen, so that no spelling of a path leads around it."""
         request.state.caller = gate.admit(request.scope["route"].path, request.headers.get("authorization"))
+        CALLER.set(request.state.caller.id)
 
     app = _TappedApp(
         title="truespec",
@@ -191,16 +190,13 @@ def _add_generation(app: FastAPI, front_end: FrontEnd, gate: Gate) -> None:
     async def show_model(name: str) -> Response:
         return JSONResponse(front_end.model(name))
 
-    async def prepare(wire: CompletionRequest | ChatCompletionRequest, timeout_s: float | None) -> Planned:
-        return await front_end.prepare(wire, timeout_s=timeout_s)
-
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await _generate(front_end, gate, request, CompletionRequest, prepare)
+        return await _generate(front_end, gate, request, CompletionRequest, front_end.prepare)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        return await _generate(front_end, gate, request, ChatCompletionRequest, prepare)
+        return await _generate(front_end, gate, request, ChatCompletionRequest, front_end.prepare)
 
     @app.post("/inference/v1/generate")
     async def generate_tokens(request: Request) -> Response:
@@ -214,11 +210,7 @@ def _add_replies(app: FastAPI, front_end: FrontEnd, operations: Operations, gate
 
     @app.post("/v1/responses")
     async def create_response(request: Request) -> Response:
-        owner = request.state.caller.id
-
-        async def prepare(wire: ResponsesRequest, timeout_s: float | None) -> Planned:
-            return await adapter.prepare(wire, owner, timeout_s)
-
+        prepare = functools.partial(adapter.prepare, owner=request.state.caller.id)
         return await _generate(front_end, gate, request, ResponsesRequest, prepare)
 
     @app.get("/v1/responses/{response_id}")
@@ -309,16 +301,12 @@ def _add_operations(app: FastAPI, operations: Operations) -> None:
 
 
 async def _generate(
-    front_end: FrontEnd,
-    gate: Gate,
-    request: Request,
-    kind: type[R],
-    prepare: Callable[[R, float | None], Awaitable[Planned]],
+    front_end: FrontEnd, gate: Gate, request: Request, kind: type[Wire], prepare: Callable[..., Awaitable[Planned]]
 ) -> Response:
     with contextlib.ExitStack() as at_the_end:
         at_the_end.enter_context(gate.place(request.state.caller))
-        wire = parse(await read_body(request, front_end.limits.max_body_bytes), kind)
-        job = await prepare(wire, _header_timeout_s(request))
+        wire = await read_wire(request, kind, front_end.limits.max_body_bytes)
+        job = await prepare(wire, timeout_s=_header_timeout_s(request))
         if (tapped := tapped_reply(request.scope)) is not None:
             tapped.choose(job.head.reply_id, awaited=bool(job.asked.wire.verify))
             job = dataclasses.replace(job, tapped=tapped)

@@ -14,9 +14,9 @@ from serve_app.cluster.desired_state import Outcome, WeightsRef
 from serve_app.errors import UnsupportedParameter
 from serve_app.http.access.request_gate import Gate
 from serve_app.http.admin import WeightsService
-from serve_app.http.body import read_body, read_order
+from serve_app.http.body import read_order, read_wire
 from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.parsing import parse
+from serve_app.openai.off_loop import off_loop
 from serve_app.openai.tokens.tokenization import DetokenizeRequest, TokenizeRequest
 from serve_app.openai.wire import Wire
 from serve_app.versions import version_of
@@ -136,12 +136,12 @@ def add_vllm_routes(app: FastAPI, front_end: FrontEnd, gate: Gate, routes: VllmR
 
 
 def _add_tokenization(app: FastAPI, front_end: FrontEnd, gate: Gate) -> None:
-    async def answer(request: Request, kind: type[T], work: Callable[[T], Awaitable[dict[str, Any]]]) -> Response:
+    async def answer(request: Request, kind: type[T], work: Callable[[T], dict[str, Any]]) -> Response:
         with gate.place(request.state.caller):  # a body may hold as much work as one that asks for tokens
-            wire = parse(await read_body(request, front_end.limits.max_body_bytes), kind)
+            wire = await read_wire(request, kind, front_end.limits.max_body_bytes)
             if wire.model is not None:
                 front_end.model(wire.model)
-            return JSONResponse(await work(wire))
+            return await off_loop(wire, lambda: JSONResponse(work(wire)))
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:

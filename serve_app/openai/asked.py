@@ -7,10 +7,8 @@
 Each is made of the one before.
 """
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from serve_app.backends.base import ModelInfo, Pace
 from serve_app.errors import ModelNotFound, UnsupportedParameter
@@ -19,10 +17,6 @@ from serve_app.openai.chat.control_tokens import Policy
 from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.replies import ReplyFormat
 from speculative.errors import InvalidRequest
-
-T = TypeVar("T")
-
-LONG_TEXT = 4096  # characters; encoding more than this leaves the event loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +85,3 @@ def check_served(name: str, model: ModelInfo) -> None:
     if name not in model.names:
         served = ", ".join(model.names)
         raise ModelNotFound("model", f"The model '{name[:100]}' does not exist here; served: {served}.")
-
-
-async def off_loop(num_characters: int, work: Callable[[], T]) -> T:
-    """Do long text work on a thread, so that other streams keep flowing; short work at once."""
-    return await asyncio.to_thread(work) if num_characters > LONG_TEXT else work()

@@ -20,6 +20,7 @@ from serve_app.openai.choice import ChoiceRun
 from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.completions.echo import without_answer
 from serve_app.openai.generation_span import generation_span
+from serve_app.openai.off_loop import off_loop
 from serve_app.openai.parsing import in_words
 from serve_app.openai.plan import Planned, Planner
 from serve_app.openai.prompts import PromptEncoder
@@ -124,9 +125,13 @@ class FrontEnd:
         own = ChatFormat() if isinstance(wire, ChatCompletionRequest) else CompletionFormat()
         limit_s = min((limit for limit in (wire.timeout, timeout_s) if limit is not None), default=None)
         asked = Asked(wire, reply_format or own, words, limit_s)
-        with in_words(words):
-            asked.check(self._planner.model, self.limits, can_verify=self.checks is not None)
-            return await self._planner.planned(await self._encoder.prompted(asked))
+
+        def plan() -> Planned:
+            with in_words(words):
+                asked.check(self._planner.model, self.limits, can_verify=self.checks is not None)
+                return self._planner.planned(self._encoder.prompted(asked))
+
+        return await off_loop(wire, plan)
 
     def _current(self, head: ReplyHead) -> ReplyHead:
         """The head, with the weights that are served by now: they may have changed since the request came."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from serve_app.backends.base import ModelInfo
 from serve_app.errors import ContextLengthExceeded, dead_end
-from serve_app.openai.asked import Asked, Limits, off_loop
+from serve_app.openai.asked import Asked, Limits
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.prompts import Prompted
@@ -70,7 +70,7 @@ class Planner:
     model: ModelInfo  # that is served; others of its weights may follow
     limits: Limits
 
-    async def planned(self, prompted: Prompted) -> Planned:
+    def planned(self, prompted: Prompted) -> Planned:
         """Plan the choices of each prompt. Raises InvalidRequest: a field does not suit the model, or asks for more
         tokens than it has room for."""
         wire = prompted.asked.wire
@@ -79,8 +79,7 @@ class Planner:
             bare = word.lstrip()
             texts += [bare, " " + bare] if bare else [word]
         encode = self.tokenizer.encode_continuation
-        sequences = await off_loop(sum(map(len, texts)), lambda: [tuple(encode(text)) for text in texts])
-        bad_words = tuple(dict.fromkeys(sequences))
+        bad_words = tuple(dict.fromkeys(tuple(encode(text)) for text in texts))
         head = ReplyHead(
             reply_id=prompted.asked.format.id_prefix + uuid.uuid4().hex,
             created=int(time.time()),

@@ -1,12 +1,11 @@
 """From a request as it was asked to the token ids of its prompts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from serve_app.backends.base import ChatPrompt, ModelInfo
 from serve_app.errors import ContextLengthExceeded
-from serve_app.openai.asked import LONG_TEXT, Asked, Limits, off_loop
+from serve_app.openai.asked import Asked, Limits
 from serve_app.openai.chat.chat_preprocessor import ChatPreprocessor, ResponseParser
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.chat.control_tokens import ControlTokens
@@ -37,56 +36,59 @@ class PromptEncoder:
         self._controls = ControlTokens(tokenizer, limits.special_tokens_in_text)
         self._vocab_size, self._longest, self._limits = model.vocab_size, model.max_model_len, limits
 
-    async def prompted(self, asked: Asked) -> Prompted:
+    def prompted(self, asked: Asked) -> Prompted:
         """Encode the prompts of a request, or the one that the chat template makes of its conversation. Raises
         InvalidRequest: the template refuses the messages or leaves out a part of them, an id is not in the vocabulary,
         or a prompt is empty or too long."""
         wire = asked.wire
         if isinstance(wire, ChatCompletionRequest):
             chat = self._chats.chat_prompt(wire)
-            ids = self._fit(await self.template(wire, chat), wire, "messages")
+            ids = self._fit(self.template(wire, chat), wire, "messages")
             return Prompted(asked, (ids,), self._chats.answers(chat, ids, wire.structure))
         special = wire.add_special_tokens
-        prompts = tuple([self._fit(await self.encoded(one, special), wire, "prompt") for one in wire.prompts()])
-        return Prompted(asked, prompts, echoed=await self._echoed(wire, prompts) if wire.echo else ())
+        cut = wire.truncate_prompt_tokens is not None
+        prompts = tuple(self._fit(self.encoded(one, special, cut=cut), wire, "prompt") for one in wire.prompts())
+        return Prompted(asked, prompts, echoed=self._echoed(wire, prompts) if wire.echo else ())
 
-    async def template(self, wire: ChatCompletionRequest, chat: ChatPrompt) -> Ids:
-        """Return what the chat template makes of a conversation, whatever its length."""
-        continues = bool(wire.continue_final_message)
-        ending = {
-            "add_generation_prompt": not continues
-            if wire.add_generation_prompt is None
-            else wire.add_generation_prompt,
-            "continue_final_message": continues,
-        }
-        tokenizer, controls = self._tokenizer, self._controls
-
-        def encode() -> list[int]:
-            guarded = controls.guarded(chat)
-            return controls.encode(prompt_text(tokenizer, guarded, {**guarded.variables, **ending}))
-
-        ids = await off_loop(_size((chat.messages, chat.tools, chat.variables)), encode)
-        before, behind = tokenizer.prefix_ids, tokenizer.suffix_ids
+    def template(self, wire: ChatCompletionRequest, chat: ChatPrompt) -> Ids:
+        """Return what the chat template makes of a conversation. Raises ContextLengthExceeded: as of `encoded`."""
+        continues, adds = bool(wire.continue_final_message), wire.add_generation_prompt
+        ending = {"add_generation_prompt": not continues if adds is None else adds, "continue_final_message": continues}
+        guarded = self._controls.guarded(chat)
+        text = prompt_text(self._tokenizer, guarded, {**guarded.variables, **ending})
+        if wire.truncate_prompt_tokens is None:
+            self._check_length(text, "messages")
+        ids = self._controls.encode(text)
+        before, behind = self._tokenizer.prefix_ids, self._tokenizer.suffix_ids
         return (*before, *ids, *behind) if wire.add_special_tokens else tuple(ids)
 
-    async def encoded(self, prompt: str | list[int], add_special_tokens: bool | None) -> Ids:
-        """Return the token ids of a text, or those that were sent."""
+    def encoded(self, prompt: str | list[int], add_special_tokens: bool | None, *, cut: bool = False) -> Ids:
+        """Return the token ids of a text, or those that were sent. Raises ContextLengthExceeded: its length alone says
+        that the model has no room for it, and it is not to be `cut`."""
         if not isinstance(prompt, str):
             return tuple(prompt)
-        special = add_special_tokens is not False
-        return tuple(await off_loop(len(prompt), lambda: self._tokenizer.encode(prompt, special=special)))
+        if not cut:
+            self._check_length(prompt, "prompt")
+        return tuple(self._tokenizer.encode(prompt, special=add_special_tokens is not False))
 
-    async def _echoed(self, wire: CompletionRequest, prompts: Sequence[Ids]) -> tuple[EchoedPrompt, ...]:
+    def _check_length(self, text: str, name: str) -> None:
+        """Refuse a text before it is tokenized, which takes seconds and memory where it is megabytes."""
+        fewest = self._tokenizer.fewest_tokens(text)
+        if fewest >= self._longest:
+            raise ContextLengthExceeded(
+                name,
+                f"The model's context is {self._longest} tokens, and {name} with its {len(text)} characters has at "
+                f"least {fewest}. Shorten it.",
+            )
+
+    def _echoed(self, wire: CompletionRequest, prompts: Sequence[Ids]) -> tuple[EchoedPrompt, ...]:
         sent = [prompt if isinstance(prompt, str) else None for prompt in wire.prompts()]
         if wire.truncate_prompt_tokens is not None:
             sent = [None] * len(sent)  # what was cut off is not echoed
         prefix = 0 if wire.add_special_tokens is False else len(self._tokenizer.prefix_ids)
-        return await off_loop(
-            sum(map(len, prompts)),
-            lambda: tuple(
-                EchoedPrompt.of(text, ids, self._tokenizer, added=0 if text is None else prefix)
-                for text, ids in zip(sent, prompts, strict=True)
-            ),
+        return tuple(
+            EchoedPrompt.of(text, ids, self._tokenizer, added=0 if text is None else prefix)
+            for text, ids in zip(sent, prompts, strict=True)
         )
 
     def _fit(self, ids: Ids, wire: CompletionRequest | ChatCompletionRequest, name: str) -> Ids:
@@ -115,16 +117,3 @@ class PromptEncoder:
                 name, f"{name} has {len(ids)} tokens; the limit is {self._limits.max_prompt_tokens}. Shorten it."
             )
         return ids
-
-
-def _size(rendered: Any) -> int:
-    """Characters and values of what a template is given, counted only until they are too many for the event loop."""
-    size, waiting = 0, [rendered]
-    while waiting and size <= LONG_TEXT:
-        value = waiting.pop()
-        if isinstance(value, Mapping):
-            value = [*value, *value.values()]
-        size += len(value) if isinstance(value, Sequence) else 1
-        if not isinstance(value, str) and isinstance(value, Sequence):
-            waiting += value
-    return size

@@ -6,10 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers.models import BPE
+
 from speculative.errors import UnsupportedModel
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BY_BYTE = "truespec.replaced_by_byte"
+_KEEPING = {"Sequence", "NFC", "ByteLevel", "Digits", "Split"}  # steps that lose nothing of a text
+_MOST_COMPOSED = 4  # bytes that NFC makes one, at most
 
 
 def _replaced_by_byte(error: UnicodeError) -> tuple[str, int]:
@@ -70,6 +75,20 @@ def byte_level_bytes(token: str) -> bytes:
         return bytes([_BYTE_OF_CHARACTER[character] for character in token])
     except KeyError:
         return token.encode()
+
+
+def longest_token(core: RawTokenizer) -> tuple[int, bytes] | None:
+    """Return the most bytes of a text that one token stands for, and the bytes that none has, which may be left out;
+    None = unknown, as of a tokenizer that does not work on bytes, or changes a text by steps that may lose some."""
+    vocabulary, added = core.get_vocab(with_added_tokens=False), core.get_added_tokens_decoder().values()
+    lost = bytes(byte for character, byte in _BYTE_OF_CHARACTER.items() if character not in vocabulary)
+    steps = "".join(step.__getstate__().decode() for step in (core.normalizer, core.pre_tokenizer) if step is not None)
+    kinds = set(re.findall(r'"type":"(\w+)"', steps))
+    keeps_all = "ByteLevel" in kinds and kinds <= _KEEPING and "Removed" not in steps and not (lost and "NFC" in kinds)
+    if not isinstance(core.model, BPE) or not keeps_all or any(token.lstrip or token.rstrip for token in added):
+        return None
+    longest = max([*map(len, vocabulary), *(len(token.content.encode()) for token in added)])
+    return longest * (_MOST_COMPOSED if "NFC" in kinds else 1), lost
 
 
 def _flattened(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:

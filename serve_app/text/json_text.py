@@ -4,6 +4,7 @@ import json
 import math
 import re
 import string
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -49,8 +50,7 @@ def _read_float(text: str) -> float:
 def _read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for number, key in enumerate(keys) if key in keys[:number])
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         raise ValueError(f"{clean_key(twice)} is given twice in one object; send it once")
     return made
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from serve_app.text.byte_scheme import ByteScheme, byte_level_bytes
+from serve_app.text.byte_scheme import ByteScheme, byte_level_bytes, longest_token
 from serve_app.text.template_marks import PLAIN, Render, behind_answer, marks, rendered
 from serve_app.text.tokenizer_file import added_ids, begins_nothing, differences, lossy, read_tokenizer, untyped_tokens
 from speculative.errors import ConfigError, InvalidRequest, UnsupportedModel
@@ -72,6 +72,7 @@ class Tokenizer:
         self.prefix_ids, self.suffix_ids = added_ids(self._core)
         """The tokens that the model wants at the start of a text, and at its end, where hardly any has some."""
         self._remarks = tuple(remarks)
+        self._longest = longest_token(self._core)
         encoded = self._core.encode(_PROBE, add_special_tokens=False).ids
         ids = [token for token in encoded if token not in self._plain]
         ours, theirs = self.decode(ids), self._core.decode(ids, skip_special_tokens=True)
@@ -212,20 +213,27 @@ class Tokenizer:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a text that begins; with `special` also the tokens that the model wants around it."""
-        return list(self._core.encode(text, add_special_tokens=special).ids)
+        return _ids(self._core, text, special=special)
+
+    def fewest_tokens(self, text: str) -> int:
+        """Return how many tokens a text has at least, by its length alone; 0 where that says nothing."""
+        if self._longest is None:
+            return 0
+        most_bytes, lost = self._longest
+        return -(-len(text.encode(errors="ignore").translate(None, lost)) // most_bytes)
 
     def encode_continuation(self, text: str) -> list[int]:
         """Token ids of a text that goes on after others: nothing is put before it, neither tokens nor a space.
 
         They are those of both texts together without those of the first, unless characters of both form one token.
         """
-        going_on = self._going_on.encode(text, add_special_tokens=False)
+        going_on = self._going_on.encode_batch([text], add_special_tokens=False)[0]
         ids = list(going_on.ids)
         if self._going_on is self._core:
             return ids
         for place, token in enumerate(ids):
             if token in self._added_ids:  # behind it text may begin again, as the whole tokenizer has it
-                begun = self._core.encode(text[going_on.offsets[place][0] :], add_special_tokens=False).ids
+                begun = _ids(self._core, text[going_on.offsets[place][0] :])
                 if begun[:1] == [token]:
                     return [*ids[:place], *begun]
         return ids
@@ -291,7 +299,7 @@ class Tokenizer:
         """Token ids of a conversation that `render_chat` has rendered. Raises InvalidRequest: the template has written
         something that is no text."""
         try:
-            return list(self._core.encode(text, add_special_tokens=False).ids)
+            return _ids(self._core, text)
         except (TypeError, ValueError) as error:
             raise InvalidRequest("messages", f"The model's chat template refuses these messages: {error}.") from error
 
@@ -342,7 +350,7 @@ class Tokenizer:
             text: what stands before the next special token.
             begins: whether it is the start of all; else it follows a special token.
         """
-        return list(self._plain_cores[begins].encode(text, add_special_tokens=False).ids)
+        return _ids(self._plain_cores[begins], text)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True, continuation: bool = False) -> str:
         """Text of the ids; bytes that form no character become U+FFFD.
@@ -499,6 +507,12 @@ class ChatTemplate:
         """Raises TemplateError where the source is no template."""
         syntax = ImmutableSandboxedEnvironment(extensions=[_Generation, loopcontrols]).parse(source)
         return cls(source, frozenset(find_undeclared_variables(syntax)))
+
+
+def _ids(core: RawTokenizer, text: str, *, special: bool = False) -> list[int]:
+    """Token ids of a text. Only as a batch does the library tokenize without Python's lock, which the event loop needs,
+    and without the offsets and texts of the tokens, which are a hundred times as large."""
+    return list(core.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
 
 def _sources(template: str | dict[str, str] | None) -> list[str]:

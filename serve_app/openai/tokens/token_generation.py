@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 from serve_app.errors import UnknownParameter
 from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
+from serve_app.openai.off_loop import off_loop
 from serve_app.openai.parsing import checked, in_words
 from serve_app.openai.plan import Planned
 from serve_app.openai.replies import ChoiceDelta, ReplyFormat, ReplyHead, ReplyStream, TokenEntry, Usage
@@ -115,7 +116,7 @@ class GenerateRequest(Wire):
 async def prepare_generation(front_end: FrontEnd, wire: GenerateRequest, timeout_s: float | None = None) -> Planned:
     """Check a request and make it one for a completion. Raises InvalidRequest: it can never be served; `field` names
     what is wrong."""
-    completion = wire.completion(front_end.served_name)
+    completion = await off_loop(wire, lambda: wire.completion(front_end.served_name))
     return await front_end.prepare(completion, TokensFormat(wire.request_id), _own_names, timeout_s=timeout_s)
 
 

@@ -5,7 +5,6 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from serve_app.openai.asked import off_loop
 from serve_app.openai.chat.chat_preprocessor import ChatPreprocessor
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.chat.messages import Message, Tool
@@ -76,26 +75,24 @@ class Tokenization:
     encoder: PromptEncoder
     max_model_len: int
 
-    async def tokenize(self, wire: TokenizeRequest) -> dict[str, Any]:
-        """The reply to /tokenize. Raises InvalidRequest: the chat template refuses the messages."""
+    def tokenize(self, wire: TokenizeRequest) -> dict[str, Any]:
+        """The reply to /tokenize. Raises InvalidRequest: the chat template refuses the messages, or the length of the
+        text alone says that the model has no room for it."""
         if wire.prompt is not None:
-            ids = await self.encoder.encoded(wire.prompt, wire.add_special_tokens)
+            ids = self.encoder.encoded(wire.prompt, wire.add_special_tokens)
         else:
             conversation = wire.conversation()
-            ids = await self.encoder.template(conversation, self.chats.chat_prompt(conversation))
-        strings, name = None, self.tokenizer.token_text
-        if wire.return_token_strs:
-            strings = await off_loop(len(ids), lambda: [name(token) for token in ids])
+            ids = self.encoder.template(conversation, self.chats.chat_prompt(conversation))
+        strings = [self.tokenizer.token_text(token) for token in ids] if wire.return_token_strs else None
         return {"count": len(ids), "max_model_len": self.max_model_len, "tokens": list(ids), "token_strs": strings}
 
-    async def detokenize(self, wire: DetokenizeRequest) -> dict[str, Any]:
+    def detokenize(self, wire: DetokenizeRequest) -> dict[str, Any]:
         """The reply to /detokenize; special tokens are shown. Raises InvalidRequest: an id is not in the vocabulary."""
         size = self.tokenizer.vocab_size
         wrong = next((token for token in wire.tokens if token >= size), None)
         if wrong is not None:
             raise InvalidRequest("tokens", f"tokens holds the token id {wrong}; ids run from 0 to {size - 1}.")
-        decode = self.tokenizer.decode
-        return {"prompt": await off_loop(len(wire.tokens), lambda: decode(wire.tokens, skip_special=False))}
+        return {"prompt": self.tokenizer.decode(wire.tokens, skip_special=False)}
 
     def info(self) -> dict[str, Any]:
         """The reply to /tokenizer_info: what a client needs to build the same prompts."""

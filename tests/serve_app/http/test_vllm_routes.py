@@ -1,6 +1,5 @@
 """What clients of vLLM's server ask beside OpenAI's endpoints."""
 
-import asyncio
 import json
 from typing import Any
 
@@ -54,21 +53,6 @@ def test_text_is_tokenized_as_a_completion_would_be(server: Served, tokenizer: T
     strings = [tokenizer.token_text(token) for token in ids]
     assert reply == {"count": len(ids), "max_model_len": 256, "tokens": ids, "token_strs": strings}
     assert server.post("/detokenize", tokens=ids).json() == {"prompt": "hello<|im_end|>"}
-
-
-def test_a_long_text_is_tokenized_beside_the_event_loop(
-    server: Served, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = tokenizer.token_text
-
-    def noted(token_id: int) -> str:
-        with pytest.raises(RuntimeError):  # no loop runs in this thread, or streams would stand still meanwhile
-            asyncio.get_running_loop()
-        return own(token_id)
-
-    monkeypatch.setattr(tokenizer, "token_text", noted)
-    strings = server.post("/tokenize", prompt="hello world " * 4000, return_token_strs=True).json()["token_strs"]
-    assert "".join(strings) == "hello world " * 4000
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,17 @@ def test_ids_are_those_of_the_file_whatever_class_and_flags_stand_beside_it(tmp_
             assert ours.eos_token_ids == (theirs.token_to_id("</s>"),)
 
 
+def test_no_text_has_fewer_tokens_than_its_length_says(tmp_path: Path) -> None:
+    known = 0
+    for name, content in LAYOUTS.items():
+        ours = Tokenizer.from_folder(write_layout(tmp_path / name, content, {"eos_token": "</s>"}))
+        longest = max(library(tmp_path / name).get_vocab(), key=len)
+        for text in (*TEXTS, longest, "\u2126\u0313\u0300\u0345", "\u212a", " ", "\x01", "\U00050000"):
+            assert ours.fewest_tokens(text * 50) <= len(ours.encode(text * 50, special=False)), (name, text)
+        known += ours.fewest_tokens("hello " * 1000) > 0
+    assert known >= 4
+
+
 def test_a_continuation_has_the_ids_that_it_has_behind_another_text(tmp_path: Path) -> None:
     """transformers encodes both together: nothing else knows what belongs to the second."""
     for name, content in LAYOUTS.items():
