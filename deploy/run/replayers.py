@@ -47,11 +47,9 @@ class LoadedReplayer(Replayer, Protocol):
 
     async def start(self) -> ModelInfo:
         """Load the model."""
-        ...
 
     async def stop(self) -> None:
         """Let the model go."""
-        ...
 
 
 def make_replayer(options: ReplayerOptions) -> LoadedReplayer:

@@ -60,31 +60,24 @@ class WeightsService(Protocol):
 
     async def statuses(self) -> Statuses:
         """Return which weights each replica serves."""
-        ...
 
     async def update(self, ref: WeightsRef, mode: PauseMode = ..., timeout_s: float = ...) -> Outcome:
         """Bring new ones to every replica, or to none. Raises UpdateRefused."""
-        ...
 
     async def pause(self, mode: PauseMode, timeout_s: float = ...) -> Outcome:
         """Have every replica begin nothing new."""
-        ...
 
     async def resume(self) -> Outcome:
         """Have every replica go on."""
-        ...
 
     async def stage(self, ref: WeightsRef | None) -> None:
         """Keep what `finish` is to bring to every replica."""
-        ...
 
     async def finish(self, version: str) -> Outcome:
         """Bring it, by this version if it is not empty. Raises UpdateRefused."""
-        ...
 
     async def reset_caches(self) -> Outcome:
         """Empty every replica's prefix cache."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,24 +55,19 @@ class DraftModel(Protocol):
     @property
     def network(self) -> nn.Module:
         """Return what computes `run`."""
-        ...
 
     @property
     def fused(self) -> FusedHead | None:
         """It as our CPU kernels run it, where it is packed for them."""
-        ...
 
     def fuse(self, features: Tensor) -> Tensor:
         """Features [N, F] of the target -> [N, hidden] as `run` takes them."""
-        ...
 
     def run(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """token_ids, positions [N] and hidden [N, hidden] -> [N, hidden], which is also the next step's."""
-        ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> [R, W], in the type of its LM head's products."""
-        ...
 
 
 @dataclass(slots=True)
@@ -112,7 +107,6 @@ class CatchUp(Protocol):
     def run(self, rows: CatchUpRows) -> Tensor:
         """The hidden states [B, hidden] of each sequence's last row, until the next call; the buffer may be overwritten
         unless the features lie there."""
-        ...
 
 
 class MadeDrafts(NamedTuple):

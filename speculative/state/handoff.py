@@ -87,11 +87,9 @@ class Arrival(Protocol):
 
     def proceed(self) -> bool:
         """Copy on; return whether all of it lies there."""
-        ...
 
     def cancel(self) -> None:
         """Write nothing more into the blocks than what the device's next step waits for."""
-        ...
 
 
 class Export:

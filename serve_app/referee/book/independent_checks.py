@@ -60,7 +60,6 @@ class Replayer(Protocol):
             InvalidRequest: of field `prompt`, where an id is no token of the model.
             SequenceTooLong: the model takes fewer tokens.
         """
-        ...
 
 
 _Shape = tuple[Numerics, Literal["length", "border", "rows"], int, int]

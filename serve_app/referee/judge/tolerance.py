@@ -52,7 +52,6 @@ class Tolerances(Protocol):
 
     def between(self, served: Numerics, replayed: Numerics) -> "Tolerance":
         """Return the tolerance for answers of an engine of these numerics that another computes again."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
