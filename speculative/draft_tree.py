@@ -27,12 +27,9 @@ class Branch(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftTree:
-    """The shape of a tree.
+    """The shape of a tree."""
 
-    parents: of the nodes behind node 0: n, in preorder.
-    """
-
-    parents: tuple[int, ...]
+    parents: tuple[int, ...]  # of the nodes behind node 0: n, in preorder
 
     @classmethod
     @functools.cache

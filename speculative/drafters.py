@@ -16,13 +16,10 @@ from speculative.options import OptionError, Options, OptionValue, options_of
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A kind of drafter.
-
-    build: makes one of its options and the most tokens it will draft a round.
-    """
+    """A kind of drafter."""
 
     options: type[Options]
-    build: Callable[[Any, int], Any]
+    build: Callable[[Any, int], Any]  # makes one of its options and the most tokens it will draft a round
 
 
 SomeLookup = TypeVar("SomeLookup", bound=Callable[[Any, int], Any])

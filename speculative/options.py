@@ -26,20 +26,16 @@ class OptionError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """The declaration of a field; `least` to `pattern` limit its values.
-
-    meaning: its description in the reference.
-    example: a value whose effect shows.
-    """
+    """The declaration of a field; `least` to `pattern` limit its values."""
 
     type: Any
     default: Any
-    meaning: str
+    meaning: str  # its description in the reference
     least: float | None = None
     most: float | None = None
     above: float | None = None  # and finite
     pattern: str | None = None
-    example: OptionValue | None = None
+    example: OptionValue | None = None  # a value whose effect shows
 
     def fault(self, value: Any) -> str | None:
         """Return what is wrong with a value; None if it is good, or not set."""

@@ -101,25 +101,16 @@ class CheckSums:
 
 @dataclass(frozen=True, slots=True)
 class CheckState:
-    """State of one self-check over an engine's life.
-
-    num: terms so far.
-    mean: of the terms.
-    z: their mean in standard errors.
-    log_e: nats, of the e-process closest to an alarm.
-    log_threshold: nats at which that one raises it.
-    num_alarms: so far.
-    evidence_since: unix seconds at which the evidence of the last alarm began; 0 = there was none.
-    """
+    """State of one self-check over an engine's life."""
 
     check: str
-    num: int
-    mean: float
-    z: float
-    log_e: float
-    log_threshold: float
-    num_alarms: int
-    evidence_since: float = 0.0
+    num: int  # terms so far
+    mean: float  # of the terms
+    z: float  # their mean in standard errors
+    log_e: float  # nats, of the e-process closest to an alarm
+    log_threshold: float  # nats at which that one raises it
+    num_alarms: int  # so far
+    evidence_since: float = 0.0  # unix seconds at which the evidence of the last alarm began; 0 = there was none
 
 
 @dataclass(frozen=True, slots=True)

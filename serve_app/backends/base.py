@@ -134,20 +134,13 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class ServedWeights:
-    """The weights that an independent referee must load to compute with those that a replica serves.
+    """The weights that an independent referee must load to compute with those that a replica serves."""
 
-    source: a folder, a catalogue name, or a hub id; None = they came over the wire, as `shards`.
-    tokenizer_folder: the folder with the model's tokenizer, and the configuration beside which shards are read.
-    form: as `Computing.weights`.
-    fingerprint: as `ModelInfo.fingerprint`.
-    version: of the weights.
-    """
-
-    source: str | None
-    tokenizer_folder: str
-    form: str
-    fingerprint: str
-    version: str
+    source: str | None  # a folder, a catalogue name, or a hub id; None = they came over the wire, as `shards`
+    tokenizer_folder: str  # the folder with the model's tokenizer, and the configuration beside which shards are read
+    form: str  # as `Computing.weights`
+    fingerprint: str  # as `ModelInfo.fingerprint`
+    version: str  # of the weights
     shards: tuple["Shard", ...] = ()
 
 

@@ -581,14 +581,10 @@ def _joined(events: Iterable[tuple[Event, float]]) -> TokenDelta | None:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Form of a folder's weights in an engine.
+    """Form of a folder's weights in an engine."""
 
-    weights: as it has loaded them.
-    quantization: how they are rounded, whoever did it; None = as given by `dtype`.
-    """
-
-    weights: str = ""
-    quantization: str | None = None
+    weights: str = ""  # as it has loaded them
+    quantization: str | None = None  # how they are rounded, whoever did it; None = as given by `dtype`
 
     @classmethod
     def of(cls, folder: Path, engine: EngineCore) -> "_Form":

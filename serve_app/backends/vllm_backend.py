@@ -73,17 +73,14 @@ ENVIRONMENT = {  # unless set otherwise
 
 @dataclasses.dataclass(eq=False)
 class VllmBackend:
-    """Runs vLLM's `AsyncLLM`.
-
-    only_known: whether vLLM replays where our engine does not know the model; else that is an error.
-    """
+    """Runs vLLM's `AsyncLLM`."""
 
     source: str  # a model folder, a catalogue name, or a hub id
     model_name: str  # that clients use
     settings: VllmSettings
     replayer: Backend | None = None  # an engine of our own that replays in vLLM's place
     _: dataclasses.KW_ONLY
-    only_known: bool = False
+    only_known: bool = False  # whether vLLM replays where our engine does not know the model; else that is an error
 
     def __post_init__(self) -> None:
         self._llm: Any = None

@@ -24,18 +24,12 @@ _STORE_SHARE = 0.7  # of the object store, for handoffs: Ray begins to spill at 
 
 @dataclass(frozen=True, slots=True)
 class PrefillReply:
-    """The answer of a prefill replica: a return value, so that the caller owns it and it outlives the replica.
+    """The answer of a prefill replica: a return value, so that the caller owns it and it outlives the replica."""
 
-    deltas: those that the prefill emitted.
-    payload: the handoff as the transport packed it; None = the request ended with its prefill.
-    replica: that computed it.
-    spent_s: how long it was at work on it.
-    """
-
-    deltas: tuple[TokenDelta, ...]
-    payload: Any | None
-    replica: str
-    spent_s: float
+    deltas: tuple[TokenDelta, ...]  # those that the prefill emitted
+    payload: Any | None  # the handoff as the transport packed it; None = the request ended with its prefill
+    replica: str  # that computed it
+    spent_s: float  # how long it was at work on it
 
 
 class PrefillPool:

@@ -23,15 +23,11 @@ from speculative.state.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class DraftRound:
-    """Parameters and random numbers of a round's drafts, made once for all of them.
-
-    uniforms: [K, E] float64, one row for each draft of the round.
-    noise: that of the coupled verifier, its positions [K, E]; None where no request uses it.
-    """
+    """Parameters and random numbers of a round's drafts, made once for all of them."""
 
     rows: SamplingRows
-    uniforms: Tensor
-    noise: NoiseRows | None
+    uniforms: Tensor  # [K, E] float64, one row for each draft of the round
+    noise: NoiseRows | None  # that of the coupled verifier, its positions [K, E]; None where no request uses it
 
 
 class DraftSampler:

@@ -34,23 +34,15 @@ _MAX_BUFFERED = 512  # rows of features kept for a sequence before the drafter c
 
 
 class DraftModel(Protocol):
-    """A model that drafts.
+    """A model that drafts."""
 
-    name: what its state in a handoff must have been made with.
-    capture: the target's layers whose inputs it reads; () where it reads none.
-    num_features: numbers a position.
-    hidden_size: of what `run` returns.
-    ids: [W] int64, the target's token of each of its logits; None = the target's vocabulary.
-    held_out_rates: how often its drafts were accepted at the end of its training, where that is known.
-    """
-
-    name: str
+    name: str  # what its state in a handoff must have been made with
     kv_shape: KVShape
-    capture: tuple[int, ...]
-    num_features: int
-    hidden_size: int
-    ids: Tensor | None
-    held_out_rates: ExpectedRates
+    capture: tuple[int, ...]  # the target's layers whose inputs it reads; () where it reads none
+    num_features: int  # numbers a position
+    hidden_size: int  # of what `run` returns
+    ids: Tensor | None  # [W] int64, the target's token of each of its logits; None = the target's vocabulary
+    held_out_rates: ExpectedRates  # how often its drafts were accepted at the end of its training, where that is known
 
     @property
     def network(self) -> nn.Module:
@@ -72,13 +64,10 @@ class DraftModel(Protocol):
 
 @dataclass(slots=True)
 class FeatureBuffer:
-    """Features [N, F] of the last replayed step's rows.
-
-    version: how often they were overwritten.
-    """
+    """Features [N, F] of the last replayed step's rows."""
 
     rows: Tensor
-    version: int = 0
+    version: int = 0  # how often they were overwritten
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +99,11 @@ class CatchUp(Protocol):
 
 
 class MadeDrafts(NamedTuple):
-    """The drafts of a round, entry after entry.
+    """The drafts of a round, entry after entry."""
 
-    tokens: of each entry.
-    columns: [D] int64, of the drafts among the drafter's logits.
-    q: [D, W].
-    """
-
-    tokens: list[list[int]]
-    columns: Tensor
-    q: Tensor
+    tokens: list[list[int]]  # of each entry
+    columns: Tensor  # [D] int64, of the drafts among the drafter's logits
+    q: Tensor  # [D, W]
 
 
 MakeDrafts = Callable[[Sequences[Entry], Tensor], MadeDrafts | None]

@@ -36,16 +36,12 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """All shapes of one engine: batch sizes and query lengths, each ascending.
-
-    cheap_rows: of shapes with no more rows than this, a batch size has the smallest and the largest only.
-    most_made: the most drafts that a model makes for a sequence; passages that are repeated may be longer.
-    """
+    """All shapes of one engine: batch sizes and query lengths, each ascending."""
 
     batch_sizes: tuple[int, ...]
     query_lengths: tuple[int, ...]
-    cheap_rows: int
-    most_made: int
+    cheap_rows: int  # of shapes with no more rows than this, a batch size has the smallest and the largest only
+    most_made: int  # the most drafts that a model makes for a sequence; passages that are repeated may be longer
 
     @classmethod
     def of(cls, max_seqs: int, max_drafts: int, most_made: int | None = None) -> "Buckets":

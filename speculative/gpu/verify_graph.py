@@ -71,15 +71,11 @@ class JudgedRows:
 
 @dataclass(frozen=True, slots=True)
 class JudgedStep:
-    """The results, from the one copy.
-
-    broken: [R] as `broken_rows` returns it.
-    draft_ids: [R] the draft judged at each row, -1 in last rows.
-    """
+    """The results, from the one copy."""
 
     verdicts: Verdicts
-    broken: Array
-    draft_ids: Array
+    broken: Array  # [R] as `broken_rows` returns it
+    draft_ids: Array  # [R] the draft judged at each row, -1 in last rows
     logprobs: LogprobRows | None
     terms: Terms | None
 

@@ -9,14 +9,10 @@ from speculative.kernels.library import cpu_kernels
 
 
 class ChosenKernels(NamedTuple):
-    """Our CPU kernels for a model and what drafts for it; None = torch's operators, or numpy's.
+    """Our CPU kernels for a model and what drafts for it; None = torch's operators, or numpy's."""
 
-    model: for layers, attention and the vocabulary; None off the CPU.
-    host: for random numbers, which come from the host whatever the device.
-    """
-
-    model: Kernels | None = None
-    host: Kernels | None = None
+    model: Kernels | None = None  # for layers, attention and the vocabulary; None off the CPU
+    host: Kernels | None = None  # for random numbers, which come from the host whatever the device
 
 
 def choose_kernels(device: torch.device) -> ChosenKernels:

@@ -129,30 +129,21 @@ def _is_drawn(sequence: Sequence) -> bool:
 
 @dataclass(slots=True)
 class _Node:
-    """The end of an edge: a string that occurred, and where it goes on in more than one way or not at all.
+    """The end of an edge: a string that occurred, and where it goes on in more than one way or not at all."""
 
-    count: occurrences.
-    start: index in the text of the edge's first token, where this string occurred last.
-    length: tokens of the edge.
-    children: edges that go on from here, by their first token.
-    """
-
-    count: int
-    start: int
-    length: int
-    children: dict[int, "_Node"] = field(default_factory=dict)
+    count: int  # occurrences
+    start: int  # index in the text of the edge's first token, where this string occurred last
+    length: int  # tokens of the edge
+    children: dict[int, "_Node"] = field(default_factory=dict)  # edges that go on from here, by their first token
 
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """The likeliest continuation of a context, and its estimated probability.
-
-    complete: it is as long as it was to be, or was cut for its low probability; False where the text ended.
-    """
+    """The likeliest continuation of a context, and its estimated probability."""
 
     token_ids: list[int]
     probability: float
-    complete: bool
+    complete: bool  # it is as long as it was to be, or was cut for its low probability; False where the text ended
 
 
 class SuffixTree:

@@ -12,18 +12,12 @@ from speculative.model.decoder import Decoder
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """The arithmetic of one engine.
+    """The arithmetic of one engine."""
 
-    kernels: those made for its device: our own on a CPU, Triton's on a GPU.
-    kernels_off: why they are not used, and what to do about it; "" = they are used.
-    rounding: why a request may round otherwise beside other requests than alone; "" = it does not.
-    name: two engines of one name and the same weights round alike.
-    """
-
-    kernels: Literal["cpu", "triton"]
-    kernels_off: str
-    rounding: str
-    name: str
+    kernels: Literal["cpu", "triton"]  # those made for its device: our own on a CPU, Triton's on a GPU
+    kernels_off: str  # why they are not used, and what to do about it; "" = they are used
+    rounding: str  # why a request may round otherwise beside other requests than alone; "" = it does not
+    name: str  # two engines of one name and the same weights round alike
 
 
 def device_name(device: torch.device) -> str:

@@ -15,14 +15,10 @@ LEAST_AMAX = 2.0**-100  # rows of zeros have a scale, too, whose inverse is a nu
 
 
 class ScaledRows(NamedTuple):
-    """Rows whose largest number is the largest that FP8 has.
+    """Rows whose largest number is the largest that FP8 has."""
 
-    numbers: [N, I] e4m3.
-    scales: [N, 1] float32.
-    """
-
-    numbers: Tensor
-    scales: Tensor
+    numbers: Tensor  # [N, I] e4m3
+    scales: Tensor  # [N, 1] float32
 
     def to_float(self) -> Tensor:
         """[N, I] float32."""

@@ -23,16 +23,11 @@ _ROWS = 4096  # quantized at a time: the float32 copies of a whole LM head would
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A weight matrix [O, I] of four or eight bits.
+    """A weight matrix [O, I] of four or eight bits."""
 
-    numbers: [O, I] uint8 below 16 where there is a `least`, else int8.
-    scales: [O, I / 32] float16.
-    least: [O, I / 32] float16, of four bits only.
-    """
-
-    numbers: Tensor
-    scales: Tensor
-    least: Tensor | None
+    numbers: Tensor  # [O, I] uint8 below 16 where there is a `least`, else int8
+    scales: Tensor  # [O, I / 32] float16
+    least: Tensor | None  # [O, I / 32] float16, of four bits only
 
     @property
     def bits(self) -> int:

@@ -61,13 +61,8 @@ def accept_choice(step: VerifyInput, choice: Tensor) -> VerifyOutput:
 
 
 class NoiseRows(NamedTuple):
-    """The noise of those of E rows that choose with noise.
+    """The noise of those of E rows that choose with noise."""
 
-    coupled: [E] bool.
-    seeds: [E] int64, as for `gumbel`.
-    positions: [E] int64, as for `gumbel`.
-    """
-
-    coupled: Tensor
-    seeds: Tensor
-    positions: Tensor
+    coupled: Tensor  # [E] bool
+    seeds: Tensor  # [E] int64, as for `gumbel`
+    positions: Tensor  # [E] int64, as for `gumbel`

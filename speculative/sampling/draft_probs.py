@@ -41,16 +41,11 @@ class Candidates(PointMass):
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Drafts that were drawn, from the whole vocabulary or from a part of it: then q is 0 everywhere else.
+    """Drafts that were drawn, from the whole vocabulary or from a part of it: then q is 0 everywhere else."""
 
-    probs: [D, W] float32, row d is what packed draft d was sampled from.
-    ids: [W] int64, the tokens its columns stand for; None = each for the token of its number.
-    columns: [D] int64, the column of each draft; None where it is the draft.
-    """
-
-    probs: Tensor
-    ids: Tensor | None = None
-    columns: Tensor | None = None
+    probs: Tensor  # [D, W] float32, row d is what packed draft d was sampled from
+    ids: Tensor | None = None  # [W] int64, the tokens its columns stand for; None = each for the token of its number
+    columns: Tensor | None = None  # [D] int64, the column of each draft; None where it is the draft
 
     def __post_init__(self) -> None:
         if torch.finfo(self.probs.dtype).bits < 32:

@@ -26,20 +26,13 @@ def mode_matrix(mode: LogprobsMode, logits: Tensor, processed: Tensor) -> Tensor
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """Gathered logprobs: tensors on the device, numpy arrays after `to_host`.
+    """Gathered logprobs: tensors on the device, numpy arrays after `to_host`."""
 
-    values: [R] of the row's own token.
-    ranks: [R], 1 = the most likely.
-    top_ids: [R, k] the likeliest tokens, in order.
-    top_values: [R, k] theirs.
-    scored: [R, S] of further tokens that were asked for.
-    """
-
-    values: Any
-    ranks: Any
-    top_ids: Any
-    top_values: Any
-    scored: Any
+    values: Any  # [R] of the row's own token
+    ranks: Any  # [R], 1 = the most likely
+    top_ids: Any  # [R, k] the likeliest tokens, in order
+    top_values: Any  # [R, k] theirs
+    scored: Any  # [R, S] of further tokens that were asked for
 
     def to_host(self) -> "LogprobRows":
         """Copy to the host, all of it at once: float64 keeps ids and ranks as they are."""

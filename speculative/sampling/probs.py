@@ -18,14 +18,11 @@ _NUCLEUS_GUESS = 1024  # most nuclei are smaller; sorting a whole vocabulary is 
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """The filters of the rows that have one: rows, top_k, top_p [F]; min_p [F] where one of them asks for it.
-
-    log_min_p: [F] float32 in any case; -inf drops nothing.
-    """
+    """The filters of the rows that have one: rows, top_k, top_p [F]; min_p [F] where one of them asks for it."""
 
     rows: Tensor
     min_p: Tensor | None
-    log_min_p: Tensor
+    log_min_p: Tensor  # [F] float32 in any case; -inf drops nothing
     top_k: Tensor
     top_p: Tensor
 
@@ -54,19 +51,13 @@ class Filters:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """The parameters of every verify row, on the device.
+    """The parameters of every verify row, on the device."""
 
-    temperature: [R, 1] float32; 1 in greedy rows.
-    greedy: [R] bool.
-    filters: None when no row has one.
-    all_warm: every temperature is known to be 1.
-    """
-
-    temperature: Tensor
-    greedy: Tensor
+    temperature: Tensor  # [R, 1] float32; 1 in greedy rows
+    greedy: Tensor  # [R] bool
     any_greedy: bool
-    filters: Filters | None
-    all_warm: bool = False
+    filters: Filters | None  # None when no row has one
+    all_warm: bool = False  # every temperature is known to be 1
 
     @classmethod
     def build(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> "SamplingRows":

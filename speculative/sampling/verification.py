@@ -106,16 +106,11 @@ class VerifyInput:
 
 @dataclass(frozen=True, slots=True)
 class VerifyOutput:
-    """The drafts that survived, on the device.
+    """The drafts that survived, on the device."""
 
-    num_accepted: [E] int64, leading drafts that survived.
-    token_ids: [E] int64, the recovered or bonus token after them.
-    expected_accepted: [E], the verifier's acceptance probability summed over the positions it reached.
-    """
-
-    num_accepted: Tensor
-    token_ids: Tensor
-    expected_accepted: Tensor
+    num_accepted: Tensor  # [E] int64, leading drafts that survived
+    token_ids: Tensor  # [E] int64, the recovered or bonus token after them
+    expected_accepted: Tensor  # [E], the verifier's acceptance probability summed over the positions it reached
 
 
 Verifier = Callable[[VerifyInput], VerifyOutput]

@@ -22,18 +22,12 @@ _FIELDS = (*_ROW_FIELDS, "first_rows", "counts", "accept_uniforms", "sample_unif
 
 @dataclass(frozen=True, slots=True)
 class VerifyRows:
-    """The fields of `VerifyInput` beside p and q, in three arrays: one copy to a device each.
+    """The fields of `VerifyInput` beside p and q, in three arrays: one copy to a device each."""
 
-    rows: [6, R] int64, drafts to positions.
-    entries: [2, E] int64, first_rows and counts.
-    uniforms: [2, R] float64.
-    host: kernels that compute the random numbers; None = numpy.
-    """
-
-    rows: Int64s
-    entries: Int64s
-    uniforms: Float64s
-    host: Kernels | None = None
+    rows: Int64s  # [6, R] int64, drafts to positions
+    entries: Int64s  # [2, E] int64, first_rows and counts
+    uniforms: Float64s  # [2, R] float64
+    host: Kernels | None = None  # kernels that compute the random numbers; None = numpy
 
     @classmethod
     def build(

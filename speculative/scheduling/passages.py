@@ -28,13 +28,10 @@ _TRIED = 4  # sequences that get a made-up passage at once
 
 
 class Passage(NamedTuple):
-    """How a passage goes on.
-
-    chances: for each token, that all up to it will be accepted.
-    """
+    """How a passage goes on."""
 
     tokens: list[int]
-    chances: list[float]
+    chances: list[float]  # for each token, that all up to it will be accepted
 
 
 @dataclass(slots=True)

@@ -28,19 +28,13 @@ _RIDGES_OF_LENT = np.array([0.0, *[0.002] * 3, *[0.1] * 3])
 
 
 class Work(NamedTuple):
-    """The work of a step.
-
-    num_drafts: rows that all drafts take, or as many as are expected.
-    longest: drafts that a drafter made for one sequence, one behind the other; 0 where it made none.
-    context: tokens of all its sequences.
-    num_missed: tokens that the drafter had to catch up with.
-    """
+    """The work of a step."""
 
     num_sequences: int
-    num_drafts: float
-    longest: int
-    context: int
-    num_missed: float = 0.0
+    num_drafts: float  # rows that all drafts take, or as many as are expected
+    longest: int  # drafts that a drafter made for one sequence, one behind the other; 0 where it made none
+    context: int  # tokens of all its sequences
+    num_missed: float = 0.0  # tokens that the drafter had to catch up with
 
     @property
     def features(self) -> tuple[float, ...]:

@@ -50,46 +50,28 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRows:
-    """Slots and contexts of packed rows. int64 on the host.
+    """Slots and contexts of packed rows. int64 on the host."""
 
-    slots: [N] where each row's key and value go.
-    row_starts: [B + 1] first row of each sequence, and N.
-    context_slots: per sequence, slots of all positions its last row attends to, its own included.
-    """
-
-    slots: Int64s
-    row_starts: Int64s
-    context_slots: tuple[Int64s, ...]
+    slots: Int64s  # [N] where each row's key and value go
+    row_starts: Int64s  # [B + 1] first row of each sequence, and N
+    context_slots: tuple[Int64s, ...]  # per sequence, slots of all positions its last row attends to, its own included
 
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """The packed rows of a step's tokens, entry by entry. All arrays are int64 on the host.
+    """The packed rows of a step's tokens, entry by entry. All arrays are int64 on the host."""
 
-    sequences: that of each entry.
-    block_size: tokens of a block of theirs.
-    row_starts: [B + 1] first row of each entry, and N.
-    input_ids: [N] the token of each row.
-    positions: [N] its position in its sequence.
-    verify_rows: [R] the rows whose logits are needed to sample tokens.
-    verify_entries: [R] the entry of each verify row, counted over the sampled entries.
-    offsets: [R] its offset in its round.
-    drafts: [R] the draft that the row judges; -1 in each entry's last row.
-    sampled_entries: the E entries that get a token.
-    draft_counts: [E] their drafts.
-    """
-
-    sequences: tuple[Sequence, ...]
-    block_size: int
-    row_starts: Int64s
-    input_ids: Int64s
-    positions: Int64s
-    verify_rows: Int64s
-    verify_entries: Int64s
-    offsets: Int64s
-    drafts: Int64s
-    sampled_entries: tuple[Entry, ...]
-    draft_counts: Int64s
+    sequences: tuple[Sequence, ...]  # that of each entry
+    block_size: int  # tokens of a block of theirs
+    row_starts: Int64s  # [B + 1] first row of each entry, and N
+    input_ids: Int64s  # [N] the token of each row
+    positions: Int64s  # [N] its position in its sequence
+    verify_rows: Int64s  # [R] the rows whose logits are needed to sample tokens
+    verify_entries: Int64s  # [R] the entry of each verify row, counted over the sampled entries
+    offsets: Int64s  # [R] its offset in its round
+    drafts: Int64s  # [R] the draft that the row judges; -1 in each entry's last row
+    sampled_entries: tuple[Entry, ...]  # the E entries that get a token
+    draft_counts: Int64s  # [E] their drafts
 
     @classmethod
     def of_pending(cls, entries: tuple[Entry, ...], sequences: tuple[Sequence, ...], block_size: int) -> "StepInput":
@@ -184,18 +166,12 @@ def build_step_input(entries: Entries[Entry], counts: Int64s, draft_ids: Int64s,
 
 @dataclass(frozen=True, slots=True)
 class RowContext:
-    """The facts, beside the model, that decide which tokens one verify row may emit.
+    """The facts, beside the model, that decide which tokens one verify row may emit."""
 
-    rules: of its request; None where it has none.
-    output: tokens emitted before the round.
-    drafts: those of the round before the row.
-    allowed: [V] the tokens its structure allows; None where it has none.
-    """
-
-    rules: TokenRules | None
-    output: Entries[int]
-    drafts: tuple[int, ...]
-    allowed: Bools | None = None
+    rules: TokenRules | None  # of its request; None where it has none
+    output: Entries[int]  # tokens emitted before the round
+    drafts: tuple[int, ...]  # those of the round before the row
+    allowed: Bools | None = None  # [V] the tokens its structure allows; None where it has none
 
 
 def row_contexts(step_input: StepInput, masks: Entries[list[Bools] | None]) -> list[RowContext]:
@@ -267,18 +243,12 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """The host copy of what a step decided.
+    """The host copy of what a step decided."""
 
-    results: one per entry.
-    expected_accepted: sum of the verifier's acceptance probability over the draft positions it reached.
-    terms: of the self-checks; None where nothing counted.
-    step_s: seconds from the first draft to the last copy.
-    """
-
-    results: tuple[SequenceResult, ...]
-    expected_accepted: float = 0.0
-    terms: Terms | None = None
-    step_s: float = 0.0
+    results: tuple[SequenceResult, ...]  # one per entry
+    expected_accepted: float = 0.0  # sum of the verifier's acceptance probability over the draft positions it reached
+    terms: Terms | None = None  # of the self-checks; None where nothing counted
+    step_s: float = 0.0  # seconds from the first draft to the last copy
 
 
 def merge_outcomes(parts: Entries[StepOutcome], places: Entries[int]) -> StepOutcome:

@@ -59,20 +59,14 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class ComputedTokenState:
-    """All tokens but the last are computed; the last one is pending.
+    """All tokens but the last are computed; the last one is pending."""
 
-    manifest: what it was computed with.
-    num_cached: prompt tokens that were found in a prefix cache.
-    kv: [len(token_ids) - 1, num_layers, 2, num_kv_heads, head_dim].
-    extra: what the drafter needs to go on, by name.
-    """
-
-    manifest: Manifest
+    manifest: Manifest  # what it was computed with
     token_ids: tuple[int, ...]
     num_prompt: int
-    num_cached: int
-    kv: Tensor
-    extra: Mapping[str, Tensor] = field(default_factory=dict)
+    num_cached: int  # prompt tokens that were found in a prefix cache
+    kv: Tensor  # [len(token_ids) - 1, num_layers, 2, num_kv_heads, head_dim]
+    extra: Mapping[str, Tensor] = field(default_factory=dict)  # what the drafter needs to go on, by name
 
     @property
     def num_computed(self) -> int:

@@ -14,12 +14,9 @@ from speculative.state.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class TreeInput(StepInput):
-    """Each draft is a row, in the order of its tree's nodes; its position is that of its depth.
+    """Each draft is a row, in the order of its tree's nodes; its position is that of its depth."""
 
-    trees: of each entry; one without drafts where nothing is drafted.
-    """
-
-    trees: tuple[DraftTree, ...]
+    trees: tuple[DraftTree, ...]  # of each entry; one without drafts where nothing is drafted
 
     @classmethod
     def build(

@@ -21,16 +21,11 @@ from speculative.step.sampler import Sampler
 
 @dataclass(frozen=True, slots=True)
 class DeviceChecks:
-    """Findings of the checks on the device, copied to the host.
+    """Findings of the checks on the device, copied to the host."""
 
-    broken: [R] 1 + the index into ROW_KINDS of the invariant that a row breaks, or 0.
-    counted: [E] the entries whose terms count.
-    terms: of the self-checks; None in a step where they are not taken.
-    """
-
-    broken: Int64s
-    counted: Bools
-    terms: Terms | None
+    broken: Int64s  # [R] 1 + the index into ROW_KINDS of the invariant that a row breaks, or 0
+    counted: Bools  # [E] the entries whose terms count
+    terms: Terms | None  # of the self-checks; None in a step where they are not taken
 
 
 @dataclass

@@ -33,16 +33,11 @@ class ModelRunner:
 
 
 class TargetOutput(NamedTuple):
-    """Results of the target for the rows of a step.
+    """Results of the target for the rows of a step."""
 
-    hidden: [N, hidden].
-    features: [N, F], what a drafter reads.
-    logits: [R, V] float32, of the verify rows; none where nothing is sampled.
-    """
-
-    hidden: Tensor
-    features: Tensor
-    logits: Tensor
+    hidden: Tensor  # [N, hidden]
+    features: Tensor  # [N, F], what a drafter reads
+    logits: Tensor  # [R, V] float32, of the verify rows; none where nothing is sampled
 
 
 def compute(runner: ModelRunner, step_input: StepInput, capture: tuple[int, ...]) -> TargetOutput:

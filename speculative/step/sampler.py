@@ -24,28 +24,17 @@ from speculative.step.vocabulary_ops import VocabularyOps
 
 @dataclass(frozen=True, slots=True)
 class SampledStep:
-    """The tokens of a step on the device, and what they were sampled from.
+    """The tokens of a step on the device, and what they were sampled from."""
 
-    logits: [R, V] the model's own.
-    adjusted: [R, V] after the requests' penalties, biases and masks.
-    processed: [R, V] after temperature and filters.
-    params: temperature and filters of each row.
-    rows: the verify rows on the host, with their random numbers.
-    coupled: [E] the entries that the coupled verifier judges.
-    given: what was verified.
-    verified: the drafts accepted, and the token after them.
-    token_ids: [R] the token emitted at each row.
-    """
-
-    logits: Tensor
-    adjusted: Tensor
-    processed: Tensor
-    params: SamplingRows
-    rows: VerifyRows
-    coupled: Bools
-    given: VerifyInput
-    verified: VerifyOutput
-    token_ids: Tensor
+    logits: Tensor  # [R, V] the model's own
+    adjusted: Tensor  # [R, V] after the requests' penalties, biases and masks
+    processed: Tensor  # [R, V] after temperature and filters
+    params: SamplingRows  # temperature and filters of each row
+    rows: VerifyRows  # the verify rows on the host, with their random numbers
+    coupled: Bools  # [E] the entries that the coupled verifier judges
+    given: VerifyInput  # what was verified
+    verified: VerifyOutput  # the drafts accepted, and the token after them
+    token_ids: Tensor  # [R] the token emitted at each row
 
 
 class Sampler:

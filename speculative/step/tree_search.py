@@ -28,18 +28,12 @@ from speculative.step.sampler import Sampler
 
 
 class Found(NamedTuple):
-    """A step of which one path through each tree is left.
+    """A step of which one path through each tree is left."""
 
-    draft: the drafts on these paths, one behind the other.
-    masks: what structured entries may emit along them, by entry.
-    step_input: the rows on these paths, and those of known tokens.
-    computed: of these rows.
-    """
-
-    draft: DraftOutput
-    masks: dict[int, list[Bools]]
-    step_input: StepInput
-    computed: TargetOutput
+    draft: DraftOutput  # the drafts on these paths, one behind the other
+    masks: dict[int, list[Bools]]  # what structured entries may emit along them, by entry
+    step_input: StepInput  # the rows on these paths, and those of known tokens
+    computed: TargetOutput  # of these rows
 
 
 class TreeSearch(NamedTuple):
