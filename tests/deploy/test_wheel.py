@@ -1,20 +1,23 @@
-"""The wheel, as a release builds it: all that the packages read is in it, and it works where there is no checkout."""
+"""The files of a release: all that the packages read is in the wheel, and it works where there is no checkout."""
 
+import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
-import tomllib
 import venv
 import zipfile
 from email.parser import Parser
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from tests.support.project_files import ROOT, project_files
-from tests.support.workflow_steps import Runner, checkout
+from tests.support.workflow_steps import SOURCE, of_a_release, workflow
 from tools.chaos.sockets import free_ports
 
 pytestmark = pytest.mark.slow
@@ -44,17 +47,55 @@ main(%r)
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All that a release has, made from its commit."""
+    runner = of_a_release(tmp_path_factory.mktemp("release"))
+    runner.run("release", "build", "Make all files of the release")
+    return runner.tree / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(files: Path) -> Path:
     """Beside it lies the source archive."""
-    runner = Runner(
-        checkout(tmp_path_factory.mktemp("wheel") / "tree"),
-        {},
-        {"GITHUB_SERVER_URL": "https://github.test", "GITHUB_REPOSITORY": "some-body/truespec"},
-    )
-    runner.run("release", "python", "Lead the links of the package's description to the repository")
-    runner.run("release", "python", "Build the wheel and the source archive")
-    (found,) = (runner.tree / "dist").glob("*.whl")
+    (found,) = (files / "python").glob("*.whl")
     return found
+
+
+def test_all_files_are_listed_with_their_digests(files: Path) -> None:
+    listed = dict(line.split("  ")[::-1] for line in (files / "SHA256SUMS").read_text().splitlines())
+    made = ["chart/truespec-9.8.7.tgz", "images/truespec-9.8.7-context.tar.gz"]
+    assert [*listed] == [*made, "python/truespec-9.8.7-py3-none-any.whl", "python/truespec-9.8.7.tar.gz"]
+    assert all(hashlib.sha256((files / name).read_bytes()).hexdigest() == digest for name, digest in listed.items())
+
+
+def test_the_images_context_has_what_they_copy(files: Path) -> None:
+    with tarfile.open(files / "images" / "truespec-9.8.7-context.tar.gz") as archive:
+        dockerfile, names = archive.extractfile("deploy/docker/Dockerfile"), archive.getnames()
+        assert dockerfile is not None
+        copied = re.findall(r"^COPY (?!--from)(.*) \S+$", dockerfile.read().decode(), re.M)
+    assert {"speculative", "docs/runbooks.md"} <= {one for line in copied for one in line.split()} <= {*names}
+
+
+def test_the_chart_is_packaged_with_the_images_that_are_published(files: Path) -> None:
+    with tarfile.open(files / "chart" / "truespec-9.8.7.tgz") as archive:
+        inside: dict[str, Any] = {
+            name: yaml.safe_load(archive.extractfile(f"truespec/{name}") or b"")
+            for name in ("Chart.yaml", "values.yaml")
+        }
+        names = set(archive.getnames())
+    chart = inside["Chart.yaml"]
+    assert {"truespec/LICENSE", "truespec/values.schema.json", "truespec/dashboards/rules/truespec.json"} <= names
+    assert inside["values.yaml"]["image"]["repository"] == "ghcr.io/some-body/truespec"
+    rule = inside["values.yaml"]["monitoring"]["prometheusRule"]
+    assert rule["runbookUrl"] == f"{SOURCE}/blob/v9.8.7/docs/runbooks.md"
+    assert (chart["version"], chart["appVersion"], chart["home"]) == ("9.8.7", "9.8.7", SOURCE)
+    images = {one["image"] for one in yaml.safe_load(chart["annotations"]["artifacthub.io/images"])}
+    jobs = workflow("images")["jobs"]
+    tagged = {one["target"]: one["suffix"] for one in jobs["publish"]["strategy"]["matrix"]["include"]}
+    suffixes = set(tagged.values())
+    for job in ("build", "push"):
+        assert jobs[job]["strategy"]["matrix"] == {"target": list(tagged), "arch": ["amd64", "arm64"]}
+    assert images == {f"ghcr.io/some-body/truespec:9.8.7{suffix}" for suffix in suffixes}
 
 
 def test_every_file_of_the_packages_is_in_it_and_nothing_else(wheel: Path) -> None:
@@ -73,10 +114,9 @@ def test_its_description_leads_to_the_repository(wheel: Path) -> None:
         (name,) = [one for one in archive.namelist() if one.endswith(".dist-info/METADATA")]
         metadata = Parser().parsestr(archive.read(name).decode())
     text = str(metadata.get_payload())
-    assert "https://github.test/some-body/truespec/blob/v" in text
+    assert f"{SOURCE}/blob/v9.8.7/" in text
     assert "](docs/" not in text and "](CONTRIBUTING" not in text
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert metadata["Version"] == project["version"] and metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Version"] == "9.8.7" and metadata["License-Expression"] == "Apache-2.0"
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,9 @@ from typing import Any
 import yaml
 
 from tests.support.project_files import ROOT, project_files
+from tools.release import cut
 
+SOURCE = "https://github.test/Some-Body/truespec"
 WORKFLOWS = ROOT / ".github" / "workflows"
 _GIT = ["git", "-c", "user.name=tests", "-c", "user.email=tests@localhost", "-c", "init.defaultBranch=main"]
 
@@ -74,3 +76,27 @@ class Runner:
 
     def _filled(self, text: str) -> str:
         return re.sub(r"\$\{\{\s*(.*?)\s*\}\}", lambda found: self._values[found[1]], text)
+
+
+def of_a_release(folder: Path) -> Runner:
+    """In a checkout of a release that was just cut: 9.8.7."""
+    tree = checkout(folder / "tree")
+    changelog = tree / "CHANGELOG.md"
+    changelog.write_text(changelog.read_text().replace("## [Unreleased]\n", "## [Unreleased]\n\n- News.\n", 1))
+    cut("9.8.7", tree)
+    subprocess.run([*_GIT, "commit", "-qam", "Release"], cwd=tree, check=True)
+    values = {
+        "needs.version.outputs.registry": "ghcr.io/some-body",
+        "needs.version.outputs.version": "9.8.7",
+        "github.server_url": "https://github.test",
+        "github.repository": "Some-Body/truespec",
+        "github.ref_name": "v9.8.7",
+        "inputs.version": "9.8",
+    }
+    environment = {
+        "GITHUB_REF_NAME": "v9.8.7",
+        "GITHUB_REPOSITORY": "Some-Body/truespec",
+        "GITHUB_REPOSITORY_OWNER": "Some-Body",
+        "GITHUB_SERVER_URL": "https://github.test",
+    }
+    return Runner(tree, values, environment)

@@ -3,20 +3,15 @@
 import re
 import subprocess
 import sysconfig
-import tarfile
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
-from tests.support.workflow_steps import WORKFLOWS, Runner, checkout, workflow
-from tools.release import cut
+from tests.support.workflow_steps import SOURCE, WORKFLOWS, Runner, of_a_release, workflow
 
 pytestmark = pytest.mark.slow
 
 NAMES = sorted(path.stem for path in WORKFLOWS.glob("*.yml"))
-_SOURCE = "https://github.test/Some-Body/truespec"
 _WRITES = {  # job -> what it may do beside reading the checkout
     ("images", "push"): {"packages"},
     ("images", "publish"): {"packages", "id-token", "attestations"},
@@ -74,26 +69,7 @@ def test_nothing_is_published_before_versions_and_checks() -> None:
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    """In a checkout of a release that was just cut."""
-    tree = checkout(tmp_path_factory.mktemp("release") / "tree")
-    changelog = tree / "CHANGELOG.md"
-    changelog.write_text(changelog.read_text().replace("## [Unreleased]\n", "## [Unreleased]\n\n- News.\n", 1))
-    cut("9.8.7", tree)
-    values = {
-        "needs.version.outputs.registry": "ghcr.io/some-body",
-        "needs.version.outputs.version": "9.8.7",
-        "github.server_url": "https://github.test",
-        "github.repository": "Some-Body/truespec",
-        "github.ref_name": "v9.8.7",
-        "inputs.version": "9.8",
-    }
-    environment = {
-        "GITHUB_REF_NAME": "v9.8.7",
-        "GITHUB_REPOSITORY": "Some-Body/truespec",
-        "GITHUB_REPOSITORY_OWNER": "Some-Body",
-        "GITHUB_SERVER_URL": "https://github.test",
-    }
-    return Runner(tree, values, environment)
+    return of_a_release(tmp_path_factory.mktemp("release"))
 
 
 def test_the_version_is_compared_with_the_tag(runner: Runner) -> None:
@@ -106,33 +82,10 @@ def test_the_notes_are_the_changelogs(runner: Runner) -> None:
     assert (runner.tree / "notes.md").read_text().startswith("- News.\n")
 
 
-def test_the_chart_is_packaged_with_the_images_that_are_published(runner: Runner) -> None:
-    runner.run("release", "chart", "Package the chart")
-    with tarfile.open(runner.tree / "dist" / "truespec-9.8.7.tgz") as archive:
-        inside: dict[str, Any] = {
-            name: yaml.safe_load(archive.extractfile(f"truespec/{name}") or b"")
-            for name in ("Chart.yaml", "values.yaml")
-        }
-        names = set(archive.getnames())
-    chart = inside["Chart.yaml"]
-    assert {"truespec/LICENSE", "truespec/values.schema.json", "truespec/dashboards/rules/truespec.json"} <= names
-    assert inside["values.yaml"]["image"]["repository"] == "ghcr.io/some-body/truespec"
-    rule = inside["values.yaml"]["monitoring"]["prometheusRule"]
-    assert rule["runbookUrl"] == "https://github.test/Some-Body/truespec/blob/v9.8.7/docs/runbooks.md"
-    assert (chart["version"], chart["appVersion"], chart["home"]) == ("9.8.7", "9.8.7", _SOURCE)
-    images = {one["image"] for one in yaml.safe_load(chart["annotations"]["artifacthub.io/images"])}
-    jobs = workflow("images")["jobs"]
-    tagged = {one["target"]: one["suffix"] for one in jobs["publish"]["strategy"]["matrix"]["include"]}
-    suffixes = set(tagged.values())
-    for job in ("build", "push"):
-        assert jobs[job]["strategy"]["matrix"] == {"target": list(tagged), "arch": ["amd64", "arm64"]}
-    assert images == {f"ghcr.io/some-body/truespec:9.8.7{suffix}" for suffix in suffixes}
-
-
 def test_the_documentation_is_built_strictly_and_kept_by_version(runner: Runner) -> None:
     runner.run("docs", "publish", "Build, strictly")
     page = (runner.tree / "build" / "site" / "jobs" / "index.html").read_text()
-    assert f'href="{_SOURCE}/blob/v9.8.7/deploy/configs/jobs/batch.yaml"' in page and 'href="../detection/"' in page
+    assert f'href="{SOURCE}/blob/v9.8.7/deploy/configs/jobs/batch.yaml"' in page and 'href="../detection/"' in page
     runner.run("docs", "publish", "Commit as a version")
     listed = subprocess.run(
         ["git", "ls-tree", "--name-only", "gh-pages"], cwd=runner.tree, capture_output=True, text=True, check=True
