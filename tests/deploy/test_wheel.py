@@ -4,21 +4,27 @@ import hashlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tarfile
 import venv
 import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from email.parser import Parser
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
 from tests.support.project_files import ROOT, project_files
+from tests.support.waiting import wait_for
 from tests.support.workflow_steps import SOURCE, of_a_release, workflow
 from tools.chaos.sockets import free_ports
+from tools.chart import run_helm
 
 pytestmark = pytest.mark.slow
 
@@ -161,26 +167,91 @@ def test_a_command_works_outside_of_a_checkout(words: list[str], said: str, unpa
     assert said in python(unpacked, _RUN % (words,), tmp_path)
 
 
+def test_a_configuration_becomes_values_of_the_packed_chart(files: Path, unpacked: Path, tmp_path: Path) -> None:
+    values = python(unpacked, _RUN % (["config", "values", "demo"],), tmp_path)
+    made = run_helm("template", "truespec", str(files / "chart" / "truespec-9.8.7.tgz"), "-f", "-", stdin=values)
+    (service,) = [one for one in yaml.safe_load_all(made) if one and one["kind"] == "RayService"]
+    assert "image: ghcr.io/some-body/truespec:9.8.7" in yaml.safe_dump(service)
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
+    """Makes commands of a new environment that has the wheel and what it needs."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=True)
+    constraints = ["-q", "--disable-pip-version-check", "-c", str(ROOT / "constraints.txt")]
+    for name in ("torch", wheel):
+        subprocess.run([folder / "bin" / "pip", "install", *constraints, name], env=CLEAN, check=True)
+    return lambda *words: [f"{folder}/bin/truespec", *map(str, words)]
+
+
+CLEAN = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+
+
+def run(command: list[str], cwd: Path) -> str:
+    done = subprocess.run(command, cwd=cwd, env=CLEAN, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.mark.ray
 @pytest.mark.timeout(1800)
-def test_the_demo_runs_from_the_wheel_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
-    venv.create(tmp_path / "venv", with_pip=True)
-    scripts, outside = tmp_path / "venv" / "bin", tmp_path / "outside"
-    outside.mkdir()
-    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-
-    def run(*command: str) -> str:
-        done = subprocess.run(command, cwd=outside, env=clean, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    constraints = ["-q", "--disable-pip-version-check", "-c", str(ROOT / "constraints.txt")]
-    run(f"{scripts}/pip", "install", *constraints, "torch")
-    run(f"{scripts}/pip", "install", *constraints, str(wheel))
-    assert "This machine can serve it" in run(f"{scripts}/truespec", "config", "check", "demo")
+def test_the_demo_runs_from_the_wheel_in_an_empty_environment(
+    installed: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    assert "This machine can serve it" in run(installed("config", "check", "demo"), tmp_path)
     (port,) = free_ports(1)
-    run(f"{scripts}/truespec", "demo", "--port", str(port), "--json", "demo.json")
-    figures = json.loads((outside / "demo.json").read_text())
+    run(installed("demo", "--port", port, "--json", "demo.json"), tmp_path)
+    figures = json.loads((tmp_path / "demo.json").read_text())
     assert figures["verdicts"]["verified"] > 0 and figures["verdicts"]["suspect"] == 0
     assert (figures["fault"]["state"], figures["fault"]["verdicts"]) == ("found", ["verified"] * 2)
-    assert {path.name for path in outside.iterdir()} == {"demo.json"}, "nothing else is written"
+    assert {path.name for path in tmp_path.iterdir()} == {"demo.json"}, "nothing else is written"
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(1800)
+def test_a_service_with_keys_is_served_proved_and_watched_from_the_wheel(
+    installed: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    served, watched, referee = free_ports(3)
+    key = run(installed("keys", "create", "--file", "keys.json", "--id", "me"), tmp_path).split()[-1]
+    config = yaml.safe_load(run(installed("config", "show", "demo"), tmp_path))
+    config["http_options"]["port"] = served
+    config["applications"][0]["args"]["access"] = {"keys_file": str(tmp_path / "keys.json")}
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(config))
+    asked: dict[str, Any] = {"model": "SmolLM2-135M-Instruct", "messages": [{"role": "user", "content": "Why?"}]}
+    asked |= {"max_tokens": 16, "logprobs": True, "receipt": True, "reproducible": True}
+    urls = [f"http://127.0.0.1:{port}" for port in (served, watched, referee)]
+    proxy = ("watch", "proxy", urls[0], "--model", "smollm2-135m", "--share", 1)
+    with (
+        background(installed("serve", "my.yaml"), f"{urls[0]}/healthz", tmp_path),
+        background(installed(*proxy, "--port", watched, "--referee-port", referee), f"{urls[2]}/report.json", tmp_path),
+        httpx.Client(timeout=300) as client,
+    ):
+        assert client.post(f"{urls[0]}/v1/chat/completions", json=asked).status_code == 401
+        client.headers["authorization"] = f"Bearer {key}"
+        reply = client.post(f"{urls[1]}/v1/chat/completions", json=asked).raise_for_status().json()
+        (tmp_path / "reply.json").write_text(json.dumps(reply))
+        assert run(installed("verify", "reply.json", "--model", "smollm2-135m"), tmp_path).rstrip().endswith("VERIFIED")
+        wait_for(lambda: client.get(f"{urls[2]}/report.json").json()["answers"]["verdicts"].get("verified"), "verdict")
+
+
+@contextmanager
+def background(command: list[str], ready: str, cwd: Path) -> Iterator[None]:
+    """A program that runs until it is interrupted, once its page answers."""
+    with (cwd / command[1]).with_suffix(".log").open("w") as log:
+        program = subprocess.Popen(command, cwd=cwd, env=CLEAN, stdout=log, stderr=log)
+    try:
+        wait_for(lambda: _answers(ready) or program.poll() is not None, f"{command[1:3]} at {ready}", 600)
+        assert program.poll() is None, Path(log.name).read_text()
+        yield
+    finally:
+        program.send_signal(signal.SIGINT)
+        program.wait(60)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url).is_success
+    except httpx.HTTPError:
+        return False
