@@ -1,5 +1,6 @@
 """Cutting a release: one version everywhere, and the changelog's section."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -15,12 +16,14 @@ NEWS = "### Added\n\n- Something.\n"
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Of what states a version."""
+    """Of what states a version, between two releases."""
     for name in ("helm", "deploy/configs", "deploy/docker"):
         shutil.copytree(ROOT / name, tmp_path / name)
     for name in ("pyproject.toml", "docs/deployment.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
+    chart = tmp_path / "helm" / "truespec" / "Chart.yaml"
+    chart.write_text(re.sub(r"^version: [\d.]+(?= |$)", r"\g<0>-dev.3", chart.read_text(), flags=re.M))
     (tmp_path / "CHANGELOG.md").write_text(
         f"# Changelog\n\n## [Unreleased]\n\n{NEWS}\n## [0.0.1] - 2020-01-02\n\n- Old.\n"
     )
