@@ -17,12 +17,12 @@ from tests.support.front_ends import DeltaSource, front_end, info
 
 SIZE = 2**21
 BODIES: list[tuple[str, dict[str, Any], str]] = [
-    ("/v1/completions", {"prompt": [5] * 2**19}, "context is 100 tokens"),
+    ("/v1/completions", {"prompt": [10**6] * 2**18}, "prompt holds the token id"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * SIZE}]}, "context is 100 tokens"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * (SIZE // 30)}, "objects and lists"),
     ("/tokenize", {"prompt": '\\"' * (SIZE // 4)}, "context is 100 tokens"),
-    ("/detokenize", {"tokens": [5] * (2**19 - 1) + [2**19]}, "tokens holds the token id"),
-    ("/inference/v1/generate", {"token_ids": [5] * SIZE, "sampling_params": {}}, "more than 524288 values"),
+    ("/detokenize", {"tokens": [5] * (2**18 - 1) + [10**6]}, "tokens holds the token id"),
+    ("/inference/v1/generate", {"token_ids": [5] * SIZE, "sampling_params": {}}, "more than 262144 values"),
 ]
 
 

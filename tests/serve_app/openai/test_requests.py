@@ -122,7 +122,7 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
         ),
         (ChatCompletionRequest, {"messages": MESSAGES, "tools": [{}] * MANY}, "tools"),
         (ChatCompletionRequest, {"messages": MESSAGES} | UNKNOWN, "x0"),
-        (CompletionRequest, {"prompt": [[1]] + [["a"] * 100] * MANY}, "prompt.1.0"),
+        (CompletionRequest, {"prompt": [[1]] + [["a"] * 10] * MANY}, "prompt.1.0"),
         (CompletionRequest, {"prompt": "a", "stop": [1] * MANY}, "stop"),
         (CompletionRequest, {"prompt": "a", "logit_bias": UNKNOWN}, "logit_bias"),
         (CompletionRequest, {"prompt": "a", "structured_outputs": UNKNOWN}, "structured_outputs.x0"),
