@@ -49,9 +49,8 @@ INTER_TOKEN = Panel(
 
 LOAD = Panel(
     "Requests running and waiting",
-    "Client requests being computed, waiting for room in an engine, and in each stage from admission to the last byte, "
-    "over the chosen replicas, plus replays. A waiting count that keeps growing means that the service is too small "
-    "for its traffic.",
+    "Client requests being computed, waiting for room in an engine, and by stage from admission to the last byte, plus "
+    "replays. A waiting count that keeps growing means that the service is too small for its traffic.",
     (
         Query(REPLICA.gauge("requests_running", "pool"), "running {{pool}}"),
         Query(REPLICA.gauge("requests_waiting", "pool"), "waiting {{pool}}"),

@@ -144,7 +144,7 @@ class HttpFront:
         if self._front_end is not None:
             self._front_end.weights_switched(info)
 
-    def asgi_app(self, check_health: Callable[[], Awaitable[None]]) -> Any:
+    def asgi_app(self, check_health: Callable[[], Awaitable[None]] | None = None) -> Any:
         """The HTTP application of this replica; `check_health` raises where it cannot serve."""
         if self._front_end is None:
             raise EngineFault("The replica is not started.")

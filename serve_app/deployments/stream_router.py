@@ -149,11 +149,8 @@ class StreamRouter:
         runtime.spawn(reporter.report_forever())
 
     def __serve_build_asgi_app__(self) -> Any:
-        """Called by Serve once the constructor has finished."""
-        return self._front.asgi_app(self.check_health)
-
-    async def check_health(self) -> None:
-        """Called by Serve; nothing here can break that would not end the process."""
+        """Called by Serve once the constructor has finished; nothing here breaks that would not end the process."""
+        return self._front.asgi_app()
 
     async def stream(
         self, requests: Sequence[Request], emitted: Mapping[str, tuple[int, ...]], avoid: Sequence[str] = ()

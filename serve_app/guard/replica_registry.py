@@ -109,8 +109,7 @@ class ReplicaRegistry:
         return self.statuses()
 
     def requests_on(self, name: str) -> Mapping[str, int]:
-        """Return how many requests of clients were on a replica, by stage, when it last reported; none for one that is
-        not known."""
+        """Return how many requests of clients a replica had when it last reported, by stage; none if it is unknown."""
         return self._requests.get(name, (0.0, {}))[1]
 
     def statuses(self) -> list[dict[str, object]]:

@@ -322,8 +322,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "failed": "the file is invalid: the old keys stay in effect",
     }),
     _gauge("requests_in_flight",
-        "Client requests from their admission to the last byte of their reply, wherever their prompts are computed: of "
-        "a replica that answers HTTP, and of one that decodes for a router.", stage=STAGES),
+        "Client requests from admission to the last byte, where they are answered or decoded.", stage=STAGES),
     _gauge("requests_running", "Client requests being computed."),
     _gauge("requests_waiting", "Client requests waiting for room in the engine."),
     _histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", _REQUEST_S),

@@ -80,7 +80,7 @@ class Service:
 
     def idle(self) -> bool:
         """Return whether no request runs or waits, and none left anything in a cache."""
-        text, names = self.metrics_text(), ("requests_running", "requests_waiting", "kv_cache_usage_ratio")
+        text, names = self.metrics_text(), ("requests_in_flight", "requests_running", "kv_cache_usage_ratio")
         return all(f"\ntruespec_{name}{{" in text and metric_total(text, name) == 0 for name in names)
 
 

@@ -353,9 +353,8 @@ async def test_each_choice_is_in_one_stage_until_the_last_byte_of_the_reply(toke
     async def receive() -> Message:
         return waiting.pop() if waiting else await asyncio.Event().wait()
 
-    async def send(message: Message) -> None:
-        if not message.get("more_body", True):  # a slow client lets the last message wait
-            await taken.wait()
+    async def send(message: Message) -> None:  # a slow client lets the last message wait
+        await asyncio.sleep(0) if message.get("more_body", True) else await taken.wait()
 
     async def reached(**stages: int) -> None:
         await until(lambda: in_flight(sink.drain()) == stages)
