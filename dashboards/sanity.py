@@ -182,7 +182,7 @@ _LEFT_OUT, _SHOWN = 'result=~"dropped|failed"', 'result=~"captured|dropped|faile
 _CHOSEN = 'result=~"captured|dropped|failed|refused|too_large|broken_off"'  # to be watched
 _PASSED, _READ = 'result="passed"', 'result="read"'
 _UNSEEN = {kind: detector.means_for_answers() for kind, detector in DETECTORS.items()}
-_MASK = "Drop answers of the replica that are suspect, and unverified ones of that time, from training data."
+_MASK = "Drop answers of the replica since it was last known to be sound from training data, all but verified ones."
 _OF_WATCHED = "For a server that `truespec watch` watches: "
 _REHEARSED = 'reason="rehearsal"'
 _OPEN = BREAKER_STATES.index("open")
@@ -214,7 +214,8 @@ ALERTS = (
         "for you.",
         do=f"Check that the breaker has switched speculation off. {_MASK} Look for the fault in the dump. For wire, "
         "roll the front end back: its verdict's reason names what differs, and no draft is the cause.",
-        commands=(shell.REPLICAS, shell.LATEST_REPLAYS, shell.WATCH_FINDINGS, shell.logged("is suspect|replays show"),
+        commands=(shell.REPLICAS, shell.LATEST_REPLAYS, shell.DOUBTFUL, shell.WATCH_FINDINGS,
+            shell.logged("is suspect|replays show"),
             shell.HISTORY)),
     Alert("TruespecSelfCheckAlarm", "critical", "0m", wrong="yes", note="those before the trip",
         expr=IN_15M.events("selfcheck_alarms_total", "check") + " > 0",
@@ -227,7 +228,7 @@ ALERTS = (
         do="The breaker switches speculation off. Leave it off, keep the dump, and roll back the last release. "
         + _MASK,
         commands=(shell.SPECULATION_OFF, shell.REPLICAS, shell.promql("model_check:truespec_selfcheck:z_increase1h{}"),
-            shell.logged("tripped|self-check"), shell.HISTORY)),
+            shell.DOUBTFUL, shell.logged("tripped|self-check"), shell.HISTORY)),
     Alert("TruespecIndependentRefereeDisagrees", "critical", "0m", wrong="yes", note="all of them",
         expr=IN_15M.events("independent_replays_total", where='result="disagrees"') + " > 0",
         summary="transformers does not find what {{ $labels.model_name }} answers.",
@@ -308,7 +309,7 @@ ALERTS = (
         do=f"Remove the replica if only one is affected; roll back if it started with a release. {_MASK}",
         commands=(shell.promql("sum by (pool, kind) (increase(truespec_selfcheck_violations_total{}[1h])) > 0"),
             shell.promql("sum by (pool, kind) (increase(truespec_logprob_violations_total{}[1h])) > 0"),
-            shell.logged("invariant|logprob"), shell.PODS)),
+            shell.DOUBTFUL, shell.logged("invariant|logprob"), shell.PODS)),
     Alert("TruespecBreakerOpen", "critical", "1m", wrong="perhaps", note="those from before it opened",
         expr=f"{REPLICAS.gauge('breaker_state', how='max')} >= {_OPEN} or "
         + any_of("rehearsed", {"true": IN_15M.events("breaker_trips_total", "pool", where=_REHEARSED) + " > 0"}),
@@ -320,7 +321,8 @@ ALERTS = (
         do=f"{_MASK} If canaries keep failing, the fault persists: replace the replica, or roll back if several "
         "breakers are open.",
         commands=(shell.REPLICAS, shell.promql("sum by (reason) (increase(truespec_breaker_trips_total{}[1h])) > 0"),
-            shell.promql("sum by (result) (increase(truespec_canaries_total{}[1h]))"), shell.logged("tripped|canary"))),
+            shell.promql("sum by (result) (increase(truespec_canaries_total{}[1h]))"), shell.DOUBTFUL,
+            shell.logged("tripped|canary"))),
     Alert("TruespecRefereeBehind", "warning", "10m", wrong="unnoticed", threshold=REPLAY_LAG_LIMIT_S, minimum=5,
         expr=any_of("what", {
             "answers late": f"{IN_1H.gauge('replay_lag_seconds', how='max')} > {THRESHOLD}",

@@ -34,6 +34,12 @@ watch_logged() {  # the last lines that match of the proxies or the referee
 
 REPLICAS = "curl -sS \"$HOST/status\" | jq -c '.replicas[] | {replica, pool, breaker, mode, reason, kernels_off}'"
 LATEST_REPLAYS = "curl -sS \"$HOST/status\" | jq -c '.latest[]'"
+DOUBTFUL = (
+    'curl -sS "$HOST/status" | jq -r \'.incidents[] | select(.doubtful_since) '
+    '| "replica=\\(.replica | @uri)&since=\\(.doubtful_since)"\' | sort -u | while read -r OF_REPLICA; do '
+    'curl -sS -H "authorization: Bearer $ADMIN_TOKEN" "$HOST/admin/verdicts?$OF_REPLICA" '
+    "| jq -c '.verdicts[]? | select(.verdict != \"verified\")'; done"
+)
 SPECULATION_OFF = (
     'curl -sS -X POST -H "authorization: Bearer $ADMIN_TOKEN" -H "content-type: application/json" '
     '-d \'{"mode": "off"}\' "$HOST/admin/speculation" | jq -c ".[]?"'

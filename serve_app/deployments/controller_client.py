@@ -151,6 +151,7 @@ class ControllerClient(PartClient):
     submit = Call(ReplayChecker.submit)
     check = Call(ReplayChecker.check)
     verdict = Call(VerdictBook.reply)
+    verdicts_of = Call(VerdictBook.of_replica)
     statuses = Call(ReplicaRegistry.statuses)
     order = Call(ReplicaRegistry.order)
     rehearse = Call(ReplicaRegistry.rehearse)

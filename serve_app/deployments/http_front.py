@@ -73,7 +73,7 @@ class HttpFront:
         self._admin: Admin | None = None
         if self._access.has_admin:
             controller, rehearse = self.runtime.controller, self._rehearse if self._config.guard.rehearsal else None
-            self._admin = Admin(controller.statuses, self._order, controller.weights, rehearse)
+            self._admin = Admin(controller.statuses, self._order, controller.weights, rehearse, controller.verdicts_of)
 
     def open(self, tokens: TokenSource, records: Records, info: ModelInfo, *, num_engines: int = 1) -> None:
         """Build the front end over a source, which has so many engines behind it."""

@@ -55,7 +55,6 @@ class ReplicaRegistry:
         ordered = self._mode if known is None else known.ordered
         self._replicas[name] = _Replica(report, now)
         self.note_requests(report.batch)
-        book.observe(name, since=status.since, plain=status.decodes_plainly)
         self.heard(report, known is not None and now - known.reported_at < _SILENT_AFTER_S)
         for (metric, labels), value in report.batch.counters.items():
             kind = _ALARM_COUNTERS.get(metric)
@@ -65,6 +64,7 @@ class ReplicaRegistry:
             book.verdicts.note(name, finished)
         for trip in report.trips:
             self.counts.tripped(book.trip(name, trip, dataclasses.asdict(status)))
+        book.observe(name, since=status.since, plain=status.decodes_plainly)
         gone = now - _FORGOTTEN_AFTER_S
         self._replicas = {key: one for key, one in self._replicas.items() if one.reported_at > gone}
         book.forget(gone)

@@ -92,3 +92,5 @@ class Admin:
     order: Callable[[SpeculationOrder], Awaitable[Statuses]]
     weights: WeightsService | None = None  # of the service; None = they cannot be changed
     rehearse: Callable[[RehearsalOrder], Awaitable[Statuses]] | None = None
+    # the replies of a replica since a time, with their verdicts
+    verdicts_of: Callable[[str, float], Awaitable[Statuses]] | None = None

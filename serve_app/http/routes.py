@@ -245,6 +245,12 @@ def _add_admin(app: FastAPI, admin: Admin) -> None:
     async def set_speculation(request: Request) -> Response:
         return JSONResponse({"replicas": await admin.order(await read_order(request, SpeculationOrder))})
 
+    if (verdicts_of := admin.verdicts_of) is not None:
+
+        @app.get("/admin/verdicts")
+        async def list_verdicts(replica: str = "", since: float = 0.0) -> Response:
+            return JSONResponse({"verdicts": await verdicts_of(replica, since)})
+
     if (rehearse := admin.rehearse) is not None:
 
         @app.post("/admin/rehearsal")

@@ -26,6 +26,7 @@ class Incident:
     num: float
     strata: tuple[str, ...] = ()  # in which replays found it
     suspect_since: float | None = None  # of a trip or a canary: answers that ended after this are suspect
+    doubtful_since: float | None = None  # answers that ended after this and are not verified may be wrong
     side: Side = ""  # to which replays found a mean shifted; "" = to both, or to none
 
 
@@ -34,6 +35,7 @@ class IncidentLog:
     """The latest of them; what is found again is counted, so that one fault does not push out the others."""
 
     clock: Callable[[], float]  # unix seconds
+    doubtful_since: Callable[[str], float | None]  # of a replica
     _known: OrderedDict[tuple[str, ...], Incident] = field(default_factory=OrderedDict)  # the latest last
 
     def note(
@@ -53,11 +55,14 @@ class IncidentLog:
         first_at, before = at, self._known.pop(key, None)
         strata: tuple[str, ...] = () if alarm is None else (alarm.stratum,)
         side: Side = "" if alarm is None else alarm.side
+        sound = None if kind == "independent" else self.doubtful_since(replica)  # the cause is no replica's
+        doubtful_since = min((one for one in (sound, suspect_since) if one is not None), default=None)
         if before is not None:
-            first_at, num = before.first_at, before.num + num
+            first_at, num, doubtful_since = before.first_at, before.num + num, before.doubtful_since
             strata = tuple(dict.fromkeys(before.strata + strata))
             side = side if side == before.side else ""
-        self._known[key] = Incident(kind, name, replica, first_at, at, num, strata, suspect_since, side)
+        since = suspect_since, doubtful_since
+        self._known[key] = Incident(kind, name, replica, first_at, at, num, strata, *since, side)
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)
 

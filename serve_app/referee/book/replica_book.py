@@ -25,6 +25,7 @@ _logger = logging.getLogger("truespec.referee")
 
 _KEPT_CASES = 8  # of each replica, for a dump
 _KEPT_LATEST = 12
+_SOUND = 8  # verified answers after which a replica is taken for one that was sound when they began
 _KEPT_FINDINGS = 16  # of each replica
 
 
@@ -64,6 +65,7 @@ class _Replica:
         watches: its detectors, by the tolerance that its answers were judged with.
         findings: those that `take_findings` has not yet returned.
         cases: its latest judged answers, for dumps.
+        sound: when its latest verified answers with drafts began; none is added once one was suspect.
     """
 
     reported_at: float  # when it reported last, or was first named by an answer
@@ -72,6 +74,8 @@ class _Replica:
     watches: dict[Tolerance, ReplicaWatch] = field(default_factory=dict)
     findings: deque[Finding] = field(default_factory=lambda: deque(maxlen=_KEPT_FINDINGS))
     cases: deque[Case] = field(default_factory=lambda: deque(maxlen=_KEPT_CASES))
+    sound: deque[float] = field(default_factory=lambda: deque(maxlen=_SOUND))
+    suspected: bool = False  # as it is now
 
     def trusts(self, began_at: float) -> bool:
         """Return whether a request of that time is evidence about the replica as it is now."""
@@ -101,7 +105,7 @@ class ReplicaBook:
     _latest: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT_LATEST))
 
     def __post_init__(self) -> None:
-        self.incidents = IncidentLog(self.clock)
+        self.incidents = IncidentLog(self.clock, self.doubtful_since)
 
     def add(self, case: Case, tokens: Sequence[SeenToken], drift_tolerance: float) -> Checked:
         """Show an answer's tokens to the detectors of the replicas that made them. Returns what to report of it.
@@ -125,6 +129,9 @@ class ReplicaBook:
             replica = self._known(name)
             replica.cases.append(case)  # for dumps, whether it is evidence or not
             if replica.trusts(answer.began_at):
+                replica.suspected |= case.checked.verdict is Verdict.SUSPECT
+                if case.checked.verdict is Verdict.VERIFIED and answer.num_drafted and not replica.suspected:
+                    replica.sound.append(answer.began_at)
                 watch = replica.watch(tolerance)
                 seen = watch.see(own, greedy=greedy, drift_tolerance=drift_tolerance, at=answer.began_at)
                 for found in seen:
@@ -186,7 +193,15 @@ class ReplicaBook:
         if replica.since is not None and replica.since != since:
             replica.watches.clear()
             replica.findings.clear()
+            replica.sound.clear()
+            replica.suspected = False
         replica.since, replica.plain, replica.reported_at = since, plain, self.clock()
+
+    def doubtful_since(self, name: str) -> float | None:
+        """Since when answers of a replica may be wrong if it is at fault now: the first of its last verified ones, or
+        its last change. None = not known."""
+        replica = self._known(name)
+        return replica.sound[0] if len(replica.sound) == _SOUND else replica.since
 
     def take_findings(self, name: str) -> tuple[Finding, ...]:
         """The findings about a replica since the last call."""

@@ -12,7 +12,7 @@ import pytest
 
 from dashboards.build import ALERTS
 from serve_app.config.files import parse_args
-from serve_app.deployments import controller
+from serve_app.deployments import controller, engine_host
 from serve_app.deployments.controller import Controller
 from serve_app.deployments.pools import HttpServer
 from serve_app.referee.book.replay_checker import ReplayChecker
@@ -24,7 +24,7 @@ from serve_app.telemetry.tracing import Tracing
 from tests.support.engines import NO_DRAFTS, tiny_engine
 from tests.support.faulty_services import commit_first_drafts, with_fault
 from tests.support.referees import TOLERANCE, EngineReplay, Method, RefereeHandle
-from tests.support.services import ENGINE
+from tests.support.services import ENGINE, OPERATOR, administered
 from tests.support.tiny_models import write_tiny_model
 
 FEW = [40, 41, 42, 43]
@@ -41,7 +41,8 @@ class Drill:
         config = parse_args({
             "model": {"source": str(self.folder), "name": "m"}, "topology": "monolith",
             "engine": ENGINE, "drafter": {"kind": "ngram", "num_draft_tokens": 3},
-            "replay": {"sample_rate": 0.1, "independent_rate": 0}, "dumps": {"folder": str(self.dumps)},
+            "replay": {"sample_rate": 0.5, "independent_rate": 0}, "dumps": {"folder": str(self.dumps)},
+            "admin": administered(self.dumps.parent),
         })  # fmt: skip
         self.controller = object.__new__(Controller)
         handle.call = Method(self.controller.call)
@@ -70,15 +71,15 @@ class Drill:
         await self.replica.host.reporter.report()
         return (await self.http.get("/status")).json()  # type: ignore[no-any-return]
 
-    async def wrong(self, since: float = 0.0) -> set[str]:
-        """The delivered answers that began after a time and are wrong by a judge and an engine of the test's own."""
-        judge = Judge(TOLERANCE).judge
+    async def wrong(self) -> dict[str, float]:
+        """The delivered answers that are wrong by a judge and an engine of the test's own, and when they began."""
         replay = EngineReplay(tiny_engine(self.folder, drafter=NO_DRAFTS))
-        checker = ReplayChecker(replay, judge, ReplicaBook(TOLERANCE))
-        answers = [answer for one in self.delivered if one.began_at > since and (answer := one.answer()) is not None]
-        checked = [(one.request.request_id, await checker._result(one)) for one in answers]
+        checker = ReplayChecker(replay, Judge(TOLERANCE).judge, ReplicaBook(TOLERANCE))
+        answers = [answer for one in self.delivered if (answer := one.answer()) is not None]
+        checked = [(one, await checker._result(one)) for one in answers]
         assert all(result == "ok" for _, (result, _) in checked)
-        return {name.rpartition("-")[0] for name, (_, one) in checked if one.verdict is Verdict.SUSPECT}
+        suspect = [one for one, (_, found) in checked if found.verdict is Verdict.SUSPECT]
+        return {one.request.request_id.rpartition("-")[0]: one.began_at for one in suspect}
 
 
 @pytest.fixture
@@ -86,6 +87,7 @@ async def drill(referee: RefereeHandle, tmp_path: Path, monkeypatch: pytest.Monk
     async def nothing(*_: object) -> None:
         await asyncio.Event().wait()
 
+    monkeypatch.setattr(engine_host, "REPORT_EVERY_S", 3600.0)  # the replica reports when a test asks for the status
     monkeypatch.setattr(controller, "watch_pools", nothing)
     monkeypatch.setattr(controller, "observe", lambda *_: Tracing())
     made = Drill(write_tiny_model(tmp_path / "m", tokenizer=True), tmp_path / "fault", tmp_path / "dumps")
@@ -99,22 +101,30 @@ async def drill(referee: RefereeHandle, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 async def test_what_is_said_of_answers_at_an_alarm_is_true_of_those_delivered(drill: Drill) -> None:
-    await drill.serve(0, 10)
+    await drill.serve(0, 40)
     drill.flag.touch()
-    await drill.serve(10, 40)
+    await drill.serve(40, 160)
     said = await drill.status()
-    (replica,) = said["replicas"]
-    await drill.serve(50, 10)
+    (replica,), incidents = said["replicas"], said["incidents"]
+    await drill.serve(200, 10)
     wrong = await drill.wrong()
-    assert wrong and not await drill.wrong(since=replica["since"]), "those since the breaker opened are right"
-    alerts = {one["runbook"] for one in said["incidents"]}
-    assert alerts == {"TruespecRuleBroken", "TruespecBreakerOpen"} and replica["breaker"] == "open"
+    assert wrong and max(wrong.values()) < replica["since"], "those since the breaker opened are right"
+    alerts = {one["runbook"] for one in incidents}
+    assert alerts >= {"TruespecRuleBroken", "TruespecBreakerOpen"} and replica["breaker"] == "open"
     assert {alert.wrong for alert in ALERTS if alert.name in alerts} <= {"yes", "perhaps"}
-    (found,) = [one for one in said["incidents"] if one["kind"] == "invariant"]
-    assert "looks at 25% of the steps: wrong answers may have been sent" in found["unseen"]
+    found = {one["kind"]: one for one in incidents}
+    assert "looks at 25% of the steps: wrong answers may have been sent" in found["invariant"]["unseen"]
+    for one in incidents:
+        assert one["doubtful_since"] > replica["started_at"], "answers before were verified"
+        asked = {"replica": replica["replica"], "since": one["doubtful_since"]}
+        listed = (await drill.http.get("/admin/verdicts", params=asked, headers=OPERATOR)).json()["verdicts"]
+        assert wrong.keys() <= {reply["id"] for reply in listed if reply["verdict"] != "verified"}, one
+        assert len(listed) < len(drill.delivered)
     async with asyncio.timeout(10):
         while not (dumps := list(drill.dumps.glob("*trip-invariant.json"))):
             await asyncio.sleep(0.01)
     evidence = json.loads(dumps[0].read_text())["trip"]["evidence"]
-    assert len(evidence) == found["num"] and all(one["refused"] for one in evidence)
-    assert not wrong & {one["request"]["request_id"].rpartition("-")[0] for one in evidence}, "they were not delivered"
+    assert len(evidence) == found["invariant"]["num"] and all(one["refused"] for one in evidence)
+    assert not wrong.keys() & {one["request"]["request_id"].rpartition("-")[0] for one in evidence}, (
+        "they were not delivered"
+    )

@@ -91,6 +91,8 @@ function faultOf(fault) {
   const named = (one) => (one.words ? element("b", {}, one.words) : element("code", {}, one.name));
   const suspect = fault.filter((one) => one.suspect_since !== null && one.at - one.suspect_since >= 1)
     .map((one) => `Answers of it that ended between ${clock(one.suspect_since)} and ${clock(one.at)} are suspect.`);
+  const doubtful = fault.map((one) => one.doubtful_since).filter(Boolean);
+  if (doubtful.length) suspect.push(`Answers of it that ended after ${clock(Math.min(...doubtful))} and are not verified may be wrong; the runbook lists them.`);
   const unique = (field) => [...new Set(fault.map((one) => one[field]).filter(Boolean))];
   return element("li", {},
     element("p", { class: "incident-when" }, element("b", {}, clock(at)), ` ${ago(at)} ago`),
