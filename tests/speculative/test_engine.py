@@ -127,16 +127,6 @@ def test_blocks_and_chunks_of_any_size_give_the_same_text(
     assert_alike(engine, answer_all(engine, requests()), answer_singly(reference, requests()))
 
 
-def test_a_prefix_is_shared_within_one_salt_only(tiny_folder: Path) -> None:
-    engine = tiny_engine(tiny_folder)
-    cached = []
-    for name, salt in (("a", ""), ("b", "x"), ("c", "y"), ("d", "x"), ("e", "")):
-        engine.add(Request(name, PROMPTS["plain"], GREEDY, cache_salt=salt))
-        answer = run(engine)[name]
-        cached.append(answer.num_cached_tokens)
-    assert cached[:3] == [0, 0, 0] and cached[3] == cached[4] > 0
-
-
 def test_an_emptied_prefix_cache_is_filled_again(tiny_folder: Path) -> None:
     engine = tiny_engine(tiny_folder)
     fresh = answer_all(engine, requests())

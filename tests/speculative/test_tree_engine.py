@@ -1,7 +1,6 @@
 """Engines that draft trees give, bit for bit, what the coupled verifier gives without drafts, whatever happens on the
 way. (Torch's arithmetic rounds differently at other batch shapes; there it is the same within rounding.)"""
 
-import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,8 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from serve_app.text.grammar import StructureCompiler
-from serve_app.text.tokenizer import Tokenizer
 from speculative.assembly import Assembly
 from speculative.config import DrafterConfig
 from speculative.drafting.head_drafters import Eagle3DraftModel
@@ -24,7 +21,7 @@ from speculative.drafting.weights import Weights
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError
 from speculative.kernels import chosen
-from speculative.request import FinishReason, Request, SamplingParams, Speculation, Structure
+from speculative.request import Request, SamplingParams, Speculation, Structure
 from speculative.scheduling import draft_length, step_cost
 from speculative.selfcheck.replayed_draws import Rounds
 from tests.support.engines import (
@@ -372,33 +369,6 @@ def test_a_request_that_fails_beside_trees_fails_alone(folders: dict[str, Path],
     assert answers.pop("stuck").token_ids == [5, 5] and len(answers.pop("spoilt").token_ids) >= 3
     assert_same(answers, serve(make_engine(folders, NO_DRAFTS), some_requests()))
     assert_idle(engine)
-
-
-@needs_kernels
-def test_structures_are_kept_to_behind_the_drafts_of_a_path(tmp_path: Path) -> None:
-    target = write_tiny_model(tmp_path / "m", vocab_size=512, num_hidden_layers=3, tokenizer=True)
-    compiler = StructureCompiler(target, 512, (EOS,))
-    schema = {"type": "object", "properties": {"a": {"enum": ["rose", "rise"]}}, "required": ["a"]}
-    structures = [
-        Structure("choice", json.dumps(["in the hat", "in the tree", "on the sea at noon"])),
-        Structure("regex", "[a-z ]{9,40}"),
-        Structure("json_schema", json.dumps(schema | {"additionalProperties": False})),
-    ]
-    prompt = tuple(Tokenizer.from_folder(target).encode('the one to the end; in the hat {"a": "rose"}'))
-    wanted = [
-        Request(
-            f"{index}-{temperature}", prompt, SamplingParams(60, temperature=temperature, logprobs=1, structure=own)
-        )
-        for index, own in enumerate(structures)
-        for temperature in (0, 1, 1.5)
-    ]
-    found = []
-    for drafter in (NO_DRAFTS, DrafterConfig(kind="draft_model", model=str(target), num_draft_tokens=2, tree=(8, 4))):
-        sizes = {"verifier": "coupled", "kv_cache_tokens": 4096, "max_batched_tokens": 512}
-        found.append(serve(load_engine(target, settings(drafter=drafter, **sizes), compiler), wanted))
-    assert_same(found[1], found[0])
-    assert sum(answer.finish_reason is FinishReason.STOP for answer in found[0].values()) > 5
-    assert sum(delta.num_accepted for answer in found[1].values() for delta in answer.deltas) > 20
 
 
 def test_texts_follow_the_chain_and_the_self_checks_are_quiet() -> None:

@@ -503,28 +503,17 @@ async def test_staged_weights_are_brought_when_they_are_finished() -> None:
     again.cancel()
 
 
-async def test_every_replicas_prefix_cache_is_emptied_once() -> None:
-    app = App("p", "d")
+async def test_every_cache_is_emptied_once_more_than_the_last_coordinator_had_it_emptied() -> None:
+    app = App("p", "d").restarted()
     reset = asyncio.create_task(app.coordinator.reset_caches())
-    await until(lambda: app.coordinator.wanted.cache_resets == 1)
-    app.report("p", cache_resets=1)
-    await asyncio.sleep(0.15)
-    assert not reset.done()
-    app.report("d", cache_resets=1)
-    assert (await reset).complete
-
-
-async def test_a_new_coordinator_empties_no_cache_before_it_knows_how_often_the_last_one_did() -> None:
-    clock = Clock(100.0)
-    coordinator = WeightCoordinator(clock)
-    reset = asyncio.create_task(coordinator.reset_caches())
     await asyncio.sleep(0.02)
-    replica = WeightsStatus(CONFIGURED, "f0", cache_resets=5)
-    coordinator.on_heartbeat("p", replica)
-    clock.now += 10
-    await until(lambda: coordinator.wanted.cache_resets == 6)
-    assert not reset.done(), "the replica has done what the last coordinator wanted, and not yet this"
-    coordinator.on_heartbeat("p", dataclasses.replace(replica, cache_resets=6))
+    app.all_report(cache_resets=5)
+    app.clock.now += 10
+    await until(lambda: app.coordinator.wanted.cache_resets == 6)
+    app.report("p", cache_resets=6)
+    await asyncio.sleep(0.15)
+    assert not reset.done(), "the other has done what the last coordinator wanted, and not yet this"
+    app.report("d", cache_resets=6)
     assert (await reset).complete
 
 
