@@ -9,7 +9,6 @@ from typing import Literal, Protocol
 
 from serve_app.backends.base import Backend, ModelInfo, Replayed
 from serve_app.backends.torch_backend import TorchBackend
-from serve_app.referee.book.independent_checks import Replayer
 from speculative.config import CPU_CACHE_TOKENS, DrafterConfig, EngineConfig, WeightsName
 from speculative.errors import EngineFault
 from speculative.model.config import ModelConfig
@@ -39,8 +38,14 @@ class ReplayerOptions:
     device: str = "auto"  # of our engine
 
 
-class LoadedReplayer(Replayer, Protocol):
-    """A replayer with a model of its own. Its methods are called from one asyncio loop."""
+class Replayer(Protocol):
+    """Computes what was generated again, given prompt and answer, with a model of its own.
+
+    `tests/support/replayer_conformance.py` is what each passes. Its methods are called from one asyncio loop:
+
+        replayed = await replayer.replay(answer.scored("replay-1"))
+        judgement = judge.judge(answer, replayed)
+    """
 
     at_once: int
     """Number of requests that keep it busy."""
@@ -48,11 +53,22 @@ class LoadedReplayer(Replayer, Protocol):
     async def start(self) -> ModelInfo:
         """Load the model."""
 
+    async def replay(self, request: Request) -> Replayed:
+        """Compute a request that has `score_from`, on fresh KV and without speculation.
+
+        Of each token from there on: its raw logprob (nats), and where it lies in the distribution that the request's
+        parameters demand; `Replayed.replayed` is None where only logprobs can be computed.
+
+        Raises:
+            InvalidRequest: of field `prompt`, where an id is no token of the model.
+            SequenceTooLong: the model takes fewer tokens.
+        """
+
     async def stop(self) -> None:
         """Let the model go."""
 
 
-def make_replayer(options: ReplayerOptions) -> LoadedReplayer:
+def make_replayer(options: ReplayerOptions) -> Replayer:
     """The replayer of these options in this process, not yet started."""
     if options.engine == "transformers":
         from serve_app.referee.book.transformers_model import TransformersReplayer  # imports transformers' models

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from deploy.run.replayers import LoadedReplayer, ReplayerOptions, make_replayer
+from deploy.run.replayers import Replayer, ReplayerOptions, make_replayer
 from deploy.run.replied import Replied
 from serve_app.backends.base import Replayed, precision_of
 from serve_app.referee.judge.detectors import distribution_alarm, why_shifted
@@ -173,7 +173,7 @@ class Verifier:
     public_key: PublicKey | None = None  # of whoever must have signed them; None = nobody
     precision: str = ""  # the coarsest of `PRECISIONS` that it may claim; "" = that of bfloat16, or of the checkpoint
     _fingerprints: dict[str, str] = field(default_factory=dict)  # by form of the weights
-    _replayers: dict[ReplayerOptions, LoadedReplayer] = field(default_factory=dict)
+    _replayers: dict[ReplayerOptions, Replayer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.precision = self.precision or precision_of("bfloat16", format_held(self.folder))

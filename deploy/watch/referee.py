@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deploy.run.replayers import LoadedReplayer
+from deploy.run.replayers import Replayer
 from deploy.watch.measures import Measures, Windows
 from serve_app.backends.base import ModelInfo, Replayed
 from serve_app.guard.referee_counts import RefereeCounts, count_controls
@@ -95,7 +95,7 @@ class Referee:
         replayer: started.
     """
 
-    def __init__(self, options: RefereeOptions, model: ModelInfo, replayer: LoadedReplayer) -> None:
+    def __init__(self, options: RefereeOptions, model: ModelInfo, replayer: Replayer) -> None:
         self._options = options
         self._replayer = replayer
         self.sink = PrometheusSink(source="referee")

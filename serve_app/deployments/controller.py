@@ -5,10 +5,10 @@ import dataclasses
 import inspect
 import os
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Collection, Coroutine
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from ray import serve
@@ -65,6 +65,10 @@ class Controller:
             with tracing.call("replay.call", {"truespec.choice": request.request_id}):
                 return numerics.replayed(await answered(replayers().replay.remote(request, carried(), avoid=avoid)))
 
+        async def replay_independently(request: Request) -> Replayed:
+            referee, weights = await answered(replayers().independent_referee.remote())
+            return await answered(referee.replay.remote(request, weights))
+
         sums = PrometheusSink(source=context.replica_tag)
         metrics = Metrics(sums, model_name=config.model.served_name, pool=pool)
         tolerances = ServiceTolerances(config)
@@ -95,7 +99,7 @@ class Controller:
 
         registry = ReplicaRegistry(book, counts, heard)
         self._independent = IndependentChecks(
-            _IndependentReplayer(replayers),
+            replay_independently,
             tolerances,
             book,
             rate=config.replay.independent_rate_of(config.engine),
@@ -162,17 +166,6 @@ class Controller:
         """Called by Serve; a referee whose work has ended is replaced."""
         if self._work.done():
             raise EngineFault("The referee has stopped.")
-
-
-class _IndependentReplayer(NamedTuple):
-    """The app's one replayer that is not our engine, on a replayers' node."""
-
-    replayers: Callable[[], DeploymentHandle[Any]]  # gives their handle
-
-    async def replay(self, request: Request) -> Replayed:
-        """Compute a teacher-forced request with the weights that are served."""
-        referee, weights = await answered(self.replayers().independent_referee.remote())
-        return await answered(referee.replay.remote(request, weights))
 
 
 def _about(config: AppConfig, tolerance: Tolerance) -> dict[str, Any]:

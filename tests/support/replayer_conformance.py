@@ -15,9 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from deploy.run.replayers import LoadedReplayer
+from deploy.run.replayers import Replayer
 from serve_app.backends.base import ModelInfo
-from serve_app.referee.book.independent_checks import Replayer
 from serve_app.referee.judge.answer import Answer
 from serve_app.referee.judge.judgement import Judge
 from serve_app.referee.judge.tolerance import Tolerance
@@ -48,7 +47,7 @@ class Trial:
 
 
 @asynccontextmanager
-async def on_trial(replayer: LoadedReplayer, folder: Path, *, gives_rows: bool = True) -> AsyncIterator[Trial]:
+async def on_trial(replayer: Replayer, folder: Path, *, gives_rows: bool = True) -> AsyncIterator[Trial]:
     """A replayer, loaded until the block ends."""
     try:
         yield Trial(replayer, await replayer.start(), folder, gives_rows)

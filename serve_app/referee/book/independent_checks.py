@@ -11,9 +11,9 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from serve_app.backends.base import Numerics, Replayed
 from serve_app.referee.book.replay_checker import comparable
@@ -41,27 +41,6 @@ _PERIODS = (_BLOCK, 12)  # rows: tiles of the kernels have 4 to 128, and each of
 IndependentResult = Literal["agrees", "disagrees", "skipped", "outdated", "unsupported", "failed"]
 
 
-class Replayer(Protocol):
-    """Computes what was generated again, given prompt and answer.
-
-    `tests/support/replayer_conformance.py` is what each passes. Its method is called from one asyncio loop:
-
-        replayed = await replayer.replay(answer.scored("replay-1"))
-        judgement = judge.judge(answer, replayed)
-    """
-
-    async def replay(self, request: Request) -> Replayed:
-        """Compute a request that has `score_from`, on fresh KV and without speculation.
-
-        Of each token from there on: its raw logprob (nats), and where it lies in the distribution that the request's
-        parameters demand; `Replayed.replayed` is None where only logprobs can be computed.
-
-        Raises:
-            InvalidRequest: of field `prompt`, where an id is no token of the model.
-            SequenceTooLong: the model takes fewer tokens.
-        """
-
-
 _Shape = tuple[Numerics, Literal["length", "border", "rows"], int, int]
 """What kernels may do wrongly by: the engine; what is counted; and two numbers, by that."""
 
@@ -77,7 +56,7 @@ class IndependentChecks:
         long as no other waits, in a fortieth of the time: of those offered meanwhile the one with most to tell.
     """
 
-    replayer: Replayer  # independent of the engine; it raises ConfigError where it lacks the weights
+    replay: Callable[[Request], Awaitable[Replayed]]  # by another engine; raises ConfigError where it lacks the weights
     tolerances: Tolerances  # between the engine and the referee
     book: ReplicaBook  # is given the answers that were found wrong
     _: KW_ONLY
@@ -134,7 +113,7 @@ class IndependentChecks:
     async def _check(self, answer: Answer) -> IndependentResult:
         """The result of one check."""
         try:
-            replayed = await self.replayer.replay(answer.scored(f"independent-{uuid.uuid4().hex}"))
+            replayed = await self.replay(answer.scored(f"independent-{uuid.uuid4().hex}"))
             answer = dataclasses.replace(answer, prompt_logprobs=())  # the prompt's are not computed
             if (own := comparable(answer, replayed)) is None:
                 return "outdated"

@@ -112,7 +112,7 @@ class Bench:
 
         self.now = 0.0
         self.checks = IndependentChecks(
-            SimpleNamespace(replay=replay or (lambda request: self.other(request, ()))),
+            replay or (lambda request: self.other(request, ())),
             dataclasses.replace(TOLERANCE, **rounding),
             court.book,
             rate=rate,
