@@ -12,7 +12,9 @@ from serve_app.telemetry.metric_names import METRICS, PREFIX, REPLICA_LABEL
 
 NOT_OK = 'result!="ok"'
 _SIGNS = ("positive", "negative")  # a counter cannot go down, so a sum that can is kept as two
-_SEEN_BEFORE = "1h"  # how far before a window a series is looked for; longer than most gaps in scraping
+_STEP = "30s"  # at which new series are looked for
+SCRAPED = ("truespec_replicas_wanted", "truespec_watched_requests_total")  # one of them is wherever we are scraped
+_SAME_SCRAPE = "on (job, namespace, instance)"
 _LABEL = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"')
 
 
@@ -72,7 +74,7 @@ class QueryScope:
         """A counter's events within the window, summed: its increase, and what a new series began with.
 
         A counter with labels starts with its first event, where `increase` sees nothing happen. A series is new that
-        was not there in the hour before the window: one that was merely not scraped for a while is not.
+        an earlier scrape lacked. Without one, as in a new Prometheus or after a gap, it may be of any age.
         """
         return events_of(self.series(name, where), self.window, (*self.keep, *by))
 
@@ -80,13 +82,14 @@ class QueryScope:
         return _grouped((*self.keep, *by))
 
 
-def events_of(series: str, window: str, by: tuple[str, ...]) -> str:
-    """A counter's events within a window, as `QueryScope.events` counts them, of any selector."""
-    before = f"max_over_time({series}[{_SEEN_BEFORE}] offset {window})"
-    born = f"min_over_time({series}[{window}]) unless {before}"
+def events_of(series: str, window: str, by: tuple[str, ...], scraped: tuple[str, ...] = SCRAPED) -> str:
+    """A counter's events within a window, as `QueryScope.events` counts them, of any selector; `scraped`: series of
+    which the same scrape always has one."""
+    before = " or ".join(f"{name} offset {_STEP}" for name in scraped)
+    born = f"{series} unless last_over_time({series}[15m] offset {_STEP}) and {_SAME_SCRAPE} ({before})"
     return (
         f'sum{_grouped(by)} (label_replace(increase({series}[{window}]), "part", "rise", "", "") '
-        f'or label_replace({born}, "part", "birth", "", ""))'
+        f'or label_replace(max_over_time(({born})[{window}:{_STEP}]), "part", "birth", "", ""))'
     )
 
 

@@ -9,6 +9,7 @@ from serve_app.referee.judge.strata import STRATA
 from serve_app.telemetry.metric_names import CATALOGUE, COMMON_LABELS, COMMON_MEANINGS, PREFIX, REPLICA_LABEL, Meaning
 from speculative.stats import CHECKS
 
+_RAYS_OWN = "Where only `/metrics` is scraped, `ray_…` series are missing, and the parts on them never fire."
 _MADE_BY = "<!-- Made by `make generated`; not edited by hand. -->"
 
 
@@ -91,6 +92,7 @@ def runbooks_page() -> str:
             "\n".join(["```bash", *alert.commands, "```"]),
             "It fires on:",
             f"```promql\n{alert.default_expr}\n```",
+            *([_RAYS_OWN] if "ray_" in alert.default_expr else []),
         ]
     return _page(
         "# Runbooks",

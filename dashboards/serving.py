@@ -15,8 +15,8 @@ from dashboards.alerts import (
     share,
 )
 from dashboards.panels import PAGE, REPLICA, Page, Panel, Query, Rates, Row, Share, Stat, Steps
-from dashboards.queries import NOT_OK, events_of
-from dashboards.recordings import model_sum
+from dashboards.queries import NOT_OK, QueryScope, events_of
+from dashboards.recordings import KEEP, model_sum
 from dashboards.sanity import ALARMS, BREAKER, EVENT_STEPS, TME, VIOLATIONS, WATCHED
 from dashboards.speculation import ACCEPTANCE_RATE, ACCEPTED_LENGTH
 from serve_app.telemetry.metric_names import FIRST_TOKEN_LIMIT_S, KV_FULL, TURNED_AWAY_LIMIT
@@ -116,10 +116,9 @@ OVERVIEW = Page("Overview", "Correctness, speed and load.", (
             "Valid requests that were refused, by reason. Key concurrency: raise the key's limit; capacity, load, "
             "time to first token and deadline: add replicas; unauthenticated and forbidden: contact the sender.",
             (Query(PAGE.rate("refusals_total", "reason"), "{{reason}}", sparse=True),), unit="reqps"),
-        Panel("Key file reloads",
-            "Changed key files read by replicas, by result. Failed: the new file is invalid, and the previous keys "
-            "stay in effect, revoked ones included.",
-            (Query(PAGE.events("key_file_reloads_total", "result"), "{{result}}", sparse=True),)),
+        Panel("Replicas with stale keys",
+            "Replicas whose key file has become invalid: the previous keys stay in effect, revoked ones included.",
+            (Query(PAGE.gauge("keys_stale", "pool"), "{{pool}}", sparse=True),), steps=EVENT_STEPS),
         Panel("Weight updates",
             "Replicas that loaded new weights or failed to. A failure cancels the update on all replicas; the reason "
             "is returned to the trainer and logged by the replica.",
@@ -207,14 +206,15 @@ LATENCY = Page("Latency", "How long clients wait, and why.", (
 
 _ALL_REQUESTS = model_sum(recordings.REQUESTS)
 _ERROR, _SERVER_ERROR = 'outcome="error"', 'code=~"5..",code!="503"'  # 503 is TruespecRequestsTurnedAway's
-_ROUTER = 'pool="router"'
+_ROUTER, _PROXY, _NO_PROXY = 'pool="router"', 'pool="proxy"', 'pool!="proxy"'
+_HAS_ROUTER = f"max_over_time({IN_15M.series('replicas_wanted', _ROUTER)}[15m]) > 0"  # whichever scrapes failed
 _LOST = (  # behind a router only its own: it resumes or fails what is lost elsewhere
     f"({IN_15M.events('requests_interrupted_total', where=_ROUTER)} or {IN_15M.events('requests_interrupted_total')} "
-    f"unless {IN_1H.gauge('replicas_wanted', how='max', where=_ROUTER)} > 0) >= {MINIMUM}"
+    f"unless on ({', '.join(KEEP)}) {_HAS_ROUTER}) >= {MINIMUM}"
 )
 _FAILED_PREFILLS = model_sum(f'{recordings.PREFILL_FAILURES}{{reason!="full"}}')  # a full pool's handoffs fail
 _PREFILLS = f"({_FAILED_PREFILLS} + ({model_sum(recordings.HANDOFFS)} or 0 * {_FAILED_PREFILLS}))"
-_WANTED, _RUNNING = (POOLS.gauge(f"replicas_{which}", how="max") for which in ("wanted", "running"))
+_WANTED, _RUNNING = (POOLS.gauge(f"replicas_{which}", how="max", where=_NO_PROXY) for which in ("wanted", "running"))
 _BY_POOL = f"max by ({', '.join(POOLS.keep)})"
 _LOADED = (  # a pool that is being installed loads its model: it has run within the hour, or has been there for longer
     f"({_BY_POOL} (max_over_time({POOLS.series('replicas_running')}[1h])) > 0 "
@@ -233,11 +233,14 @@ _NONE_NOW = f"count by (job, namespace) ({_ANY_LATELY}) unless count by (job, na
 _RELEASE = ("job", "namespace")
 _OF_RELEASE = f"by ({', '.join(_RELEASE)})"
 _PROXIED = "ray_serve_num_http_requests_total"
-_ALL_PROXIED = events_of(_PROXIED, "15m", _RELEASE)
-_BAD_GATEWAY = events_of(f'{_PROXIED}{{status_code=~"5..",status_code!="503"}}', "15m", _RELEASE)
-_IS_RELEASE = f"and count {_OF_RELEASE} (present_over_time({_WANTED_SERIES}[1h]))"  # ours come by the same proxies
 _HAPROXIES = "ray_serve_haproxy_process_count"  # on one node; 0 once its process is dead
-_PROXIES_GONE = f"count {_OF_RELEASE} (present_over_time({_HAPROXIES}[1h])) unless count {_OF_RELEASE} ({_HAPROXIES})"
+_ALL_PROXIED, _BAD_GATEWAY = (
+    events_of(series, "15m", _RELEASE, scraped=(_PROXIED, _HAPROXIES))
+    for series in (_PROXIED, f'{_PROXIED}{{status_code=~"5..",status_code!="503"}}')
+)
+_IS_RELEASE = f"and count {_OF_RELEASE} (present_over_time({_WANTED_SERIES}[1h]))"  # ours come by the same proxies
+_PROXIES = QueryScope(_PROXY, "1h", _RELEASE)
+_PROXIES_WANTED, _PROXIES_RUNNING = (_PROXIES.gauge(f"replicas_{which}", how="max") for which in ("wanted", "running"))
 _RUNS = 6  # Ray's number for an application that runs; lower: it starts, is deployed, or is unhealthy
 _STATUS = "ray_serve_application_status"
 _NO_REPLICA_ANSWERS = (
@@ -245,6 +248,13 @@ _NO_REPLICA_ANSWERS = (
     f"and count {_OF_RELEASE} ({_STATUS} < {_RUNS})"
 )
 _FIRST_START = f"({_STATUS} < {_RUNS} unless present_over_time({_STATUS}[1h] offset 1h))"  # an hour to load a model
+
+
+def _went_quiet(counter: str) -> str:
+    """A counter that had events in the hours before, and has none in half an hour, throughout which it was scraped."""
+    series = IN_30M.series(counter)
+    scraped = f"max by ({', '.join(KEEP)}) (count_over_time({series}[30m:5m])) >= 5"
+    return f"({IN_30M.events(counter)} == 0 and {model_sum(f'increase({series}[6h] offset 30m)')} > 0 and {scraped})"
 
 
 ALERTS = (
@@ -261,10 +271,10 @@ ALERTS = (
         do="Fix what the message names, or give the pods their nodes. Roll back if it began with a release.",
         commands=(shell.SERVE_STATUS, shell.PODS, shell.EVENTS, shell.RAY_STATUS, shell.DEAD_ACTORS, shell.HISTORY)),
     Alert("TruespecProxyDown", "critical", "1m", wrong="not served", note="connections are refused",
-        expr=f"(count {_OF_RELEASE} ({_HAPROXIES} == 0) or {_PROXIES_GONE}) {_IS_RELEASE}",
+        expr=f"count {_OF_RELEASE} ({_HAPROXIES} == 0) {_IS_RELEASE} or ({_PROXIES_WANTED} - {_PROXIES_RUNNING} > 0)",
         summary=f"Ray Serve's proxy is down on {{{{ $value }}}} nodes{IN_NAMESPACE}{OF_JOB}.",
-        means="HAProxy does not run there. Connections are refused, and get 404 while it comes back, although the "
-        "replicas are well. With one decoding pod this is an outage.",
+        means="HAProxy does not run there, or Ray Serve finds that its proxy does not answer. Connections are refused, "
+        "and get 404 while it comes back, although the replicas are well. With one decoding pod this is an outage.",
         look="Ray Serve notices within half a minute and starts another. If none starts, its controller's log says "
         "why.",
         do="Restart the pod if the proxy does not come back. `ray.haproxy: false` uses Serve's own proxy, which is "
@@ -387,17 +397,14 @@ ALERTS = (
         commands=(shell.promql("truespec_replicas_wanted{} - truespec_replicas_running{}"), shell.SERVE_STATUS,
             shell.PODS, shell.RAY_STATUS)),
     Alert("TruespecKeysStale", "warning", "0m", wrong="no", note="a revoked key still works",
-        expr=IN_15M.events("key_file_reloads_total", where='result="failed"') + " > 0",
+        expr=IN_1H.gauge("keys_stale", how="max") + " > 0",
         summary="The changed API key file of {{ $labels.model_name }} is invalid.",
         means="The previous keys stay in effect: a new key does not work yet, and a revoked one still does.",
         look="The replicas' logs, which name the file, the field and the fix.",
         do="Fix the file, or generate another with `truespec keys`. It is read again within a second.",
         commands=(shell.logged("key"), 'kubectl -n "$NAMESPACE" get secret -o name')),
     Alert("TruespecNoTraffic", "info", "5m", wrong="no",
-        expr=" or ".join(
-            f"({IN_30M.events(counter)} == 0 and {model_sum(f'increase({IN_1H.series(counter)}[6h] offset 30m)')} > 0)"
-            for counter in ("requests_total", WATCHED)
-        ),
+        expr=" or ".join(map(_went_quiet, ("requests_total", WATCHED))),
         summary="No request for {{ $labels.model_name }} has finished for half an hour.",
         means="A model that had traffic has none: no requests are sent, or none get through. Of a watched server: or "
         "they go past the proxies, or the proxies cannot reach the referee.",

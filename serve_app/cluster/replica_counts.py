@@ -46,7 +46,7 @@ class ReplicaCounts:
             if before is not None and not (before.changing or state.changing) and state.wanted >= before.wanted:
                 lost = before.running - before.moving - state.running
             metrics.count("truespec_replica_restarts_total", len(lost))
-            for stage in STAGES if pool != "prefill" else ():  # whose requests the decoding replica asks for again
+            for stage in () if pool in ("prefill", "proxy") else STAGES:  # others have those requests
                 number = sum(self.requests_on(one).get(stage, 0) for one in lost)
                 metrics.count("truespec_requests_interrupted_total", number, stage=stage)
         self._seen = dict(pools)

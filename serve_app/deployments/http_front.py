@@ -62,11 +62,11 @@ class HttpFront:
             metrics = self.runtime.metrics
 
             def reloaded(well: bool) -> None:
-                metrics.count("truespec_key_file_reloads_total", result="ok" if well else "failed")
+                metrics.gauge("truespec_keys_stale", not well)
 
             keys = KeyStore(Path(keys_file), reloaded)
-            for result in ("ok", "failed"):
-                metrics.count("truespec_key_file_reloads_total", 0, result=result)
+            reloaded(True)
+            self.runtime.spawn(keys.watch())
             _logger.info("%s has %d keys", keys_file, len(keys))
         token = None if token_file is None else read_token(Path(token_file))
         self._access = Access(None if keys is None else keys.find, token)

@@ -13,12 +13,13 @@ from serve_app.telemetry.metrics import Metrics, Sink
 
 _logger = logging.getLogger("truespec.serve")
 _EVERY_S = 5.0
+_PROXY = "proxy"
 _POOLS = {"DecodeServer": "decode", "PrefillServer": "prefill", "MonolithServer": "monolith", "StreamRouter": "router"}
 
 
 async def watch_pools(app_name: str, config: AppConfig, sink: Sink, requests_on: RequestsOn) -> None:
     """Record how many replicas each pool has and should have, until cancelled."""
-    pools = {pool: Metrics(sink, model_name=config.model.served_name, pool=pool) for pool in _POOLS.values()}
+    pools = {pool: Metrics(sink, model_name=config.model.served_name, pool=pool) for pool in (*_POOLS.values(), _PROXY)}
     counts = ReplicaCounts(pools.__getitem__, requests_on)
     failing = False
     while True:
@@ -36,7 +37,11 @@ def pool_states(app_name: str) -> Mapping[str, PoolState]:
     """Each pool's state. `serve.status()` has it too, but for how many replicas are wanted; blocks for milliseconds."""
     details = ServeInstanceDetails(**_get_global_client().get_serve_details())
     deployments = details.applications[app_name].deployments
-    return {pool: _state(deployments[name]) for name, pool in _POOLS.items() if name in deployments}
+    pools = {pool: _state(deployments[name]) for name, pool in _POOLS.items() if name in deployments}
+    statuses = {node: proxy.status.value for node, proxy in details.proxies.items()}
+    well = frozenset(node for node, status in statuses.items() if status == "HEALTHY")
+    leaving = sum(status in ("DRAINING", "DRAINED") for status in statuses.values())
+    return pools | {_PROXY: PoolState(len(statuses) - leaving, well)}
 
 
 def _state(deployment: DeploymentDetails) -> PoolState:

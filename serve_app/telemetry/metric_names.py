@@ -164,6 +164,7 @@ _POOLS = {
     "decode": "decodes, and answers HTTP where there is no router",
     "monolith": "both in one",
     "router": "answers HTTP in front of replicas that may die",
+    "proxy": "Ray Serve's proxies, one on each node",
     "watched": "a server of any make, watched by `truespec watch`",
 }
 COMMON_MEANINGS: dict[str, Meaning] = {"model_name": "the name that clients use", "pool": _POOLS}
@@ -317,10 +318,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "Responses under /v1 and /inference. A stream that breaks off later has begun with 200. Replies of Ray "
         "Serve's proxy, for want of a replica, are not counted.",
         code="the HTTP status; 499 if the client left before its answer began"),
-    _counter("key_file_reloads_total", "Reloads of a changed API key file.", result={
-        "ok": "the new keys are in effect",
-        "failed": "the file is invalid: the old keys stay in effect",
-    }),
+    _gauge("keys_stale", "1 while a replica's API key file is invalid and the keys before it are in effect; else 0."),
     _gauge("requests_in_flight",
         "Client requests from admission to the last byte, where they are answered or decoded.", stage=STAGES),
     _gauge("requests_running", "Client requests being computed."),

@@ -22,7 +22,7 @@ CHANGES = {  # file -> behind what, and what
         summary="{{ $labels.model_name }} takes {{ $labels.length }} breaks.",
         means="Somebody drinks tea.", look="The kitchen.", do="Hide the kettle.", commands=(shell.PODS,)),
 """)],
-    "tests/support/rule_cases.py": [("    *_event_cases(),\n", """\
+    "tests/support/rule_cases.py": [("\nCASES: tuple[Case, ...] = (\n", """\
     *_of("TooMuchTea",
         ("four", {"tea_breaks_total length=long": "0x10 4x20"}, "15m",
          Fires("tiny takes long breaks.", {"length": "long"})),

@@ -1,18 +1,17 @@
-"""Keys on a running service: limited, changed and revoked without a restart; and a cluster with a token."""
+"""Keys on a running service: made, revoked and spoilt without a restart; and a cluster with a token."""
 
 import subprocess
 import sysconfig
 from pathlib import Path
 
 import httpx
-import openai
 import pytest
 import yaml
 
 from serve_app.http.access.access import Scope
 from serve_app.http.access.keys import create_key, revoke_key
 from tests.support.ray_head import ray_head
-from tests.support.services import MODEL, app_args, deployed
+from tests.support.services import app_args, deployed, metric_total
 from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200)]
@@ -20,28 +19,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200)]
 
 def test_keys_open_a_service_and_change_without_a_restart(ray_port: int, tiny_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
-    alice = create_key(path, "alice", [Scope.USER], max_concurrent=1)
+    alice = create_key(path, "alice", [Scope.USER])
     operator = create_key(path, "operator", [Scope.USER, Scope.ADMIN])
     args = app_args(tiny_folder, "monolith", access={"keys_file": str(path), "open_metrics": False})
     with deployed(ray_port, "keyed", args) as service:
 
-        def code(key: str, route: str = "/v1/models") -> int:
-            return httpx.get(service.base_url + route, headers={"authorization": f"Bearer {key}"}).status_code
+        def code(key: str) -> int:
+            return httpx.get(f"{service.base_url}/v1/models", headers={"authorization": f"Bearer {key}"}).status_code
 
-        assert httpx.get(f"{service.base_url}/v1/models").status_code == 401
-        assert httpx.get(f"{service.base_url}/status").status_code == 401
-        assert httpx.get(f"{service.base_url}/").status_code == 200
         assert (code("nobody"), code(alice), code(operator)) == (401, 200, 200)
-        assert (code(alice, "/admin/speculation"), code(operator, "/admin/speculation")) == (403, 200)
-
-        url = f"{service.base_url}/v1"
-        with openai.OpenAI(base_url=url, api_key=alice, max_retries=0, timeout=120) as client:
-            asked = {"model": MODEL, "prompt": "one two three", "max_tokens": 40}
-            with client.completions.create(**asked, stream=True) as stream:  # type: ignore[call-overload]
-                next(iter(stream))
-                with pytest.raises(openai.RateLimitError) as refused:
-                    client.completions.create(**asked)  # type: ignore[call-overload]
-        assert int(refused.value.response.headers["retry-after"]) >= 1
         headers = {"authorization": f"Bearer {operator}"}
         reported = httpx.get(f"{service.base_url}/metrics", headers=headers).text
         assert alice not in reported and operator not in reported
@@ -51,9 +37,8 @@ def test_keys_open_a_service_and_change_without_a_restart(ray_port: int, tiny_fo
         revoke_key(path, "alice")
         wait_for(lambda: code(alice) == 401, "the revoked key is refused")
         path.write_text("keys: [")
-        good = 'truespec_key_file_reloads_total{model_name="tiny",pool="monolith",result="failed"} 0'
         wait_for(
-            lambda: good not in httpx.get(f"{service.base_url}/metrics", headers=headers).text,
+            lambda: metric_total(httpx.get(f"{service.base_url}/metrics", headers=headers).text, "keys_stale") == 1,
             "the broken file is read",
         )
         assert code(carol) == 200, "a file that is wrong changes nothing"

@@ -155,7 +155,7 @@ def test_a_killed_prefill_is_asked_for_again(routed: Service) -> None:
     killer = Killer("routed", SIZES, seed=1)
     killer.wait_until_whole()
     metric = routed.count
-    wait_for(lambda: metric("replicas_running") == metric("replicas_wanted") == 5, "the count of all replicas")
+    wait_for(lambda: metric("replicas_running") == metric("replicas_wanted") == 6, "the count of replicas and proxy")
     restarts = metric("replica_restarts_total")
     killer.kill("PrefillServer")
     answers = [routed.completion(**body)["choices"][0]["token_ids"] for _ in range(5)]

@@ -4,7 +4,7 @@ import contextlib
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,12 +60,12 @@ def run_suites(folder: Path, suites: dict[str, Suite]) -> None:
     promtool("test", "rules", *(str(folder / f"{name}.yaml") for name in suites))
 
 
-def part_of(groups: list[dict[str, Any]], alert: str = "", exprs: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """The rules of an alert and the recordings that it, or other expressions, read; groups keep their names."""
+def part_of(groups: list[dict[str, Any]], alert: str) -> list[dict[str, Any]]:
+    """The rules of an alert and the recordings that it reads; groups keep their names."""
     rules = [rule for group in groups for rule in group["rules"]]
     recorded = {rule["record"]: rule["expr"] for rule in rules if "record" in rule}
     needed: set[str] = set()
-    waiting = [*exprs, *(rule["expr"] for rule in rules if rule.get("alert") == alert)]
+    waiting = [rule["expr"] for rule in rules if rule.get("alert") == alert]
     while waiting:
         new = set(re.findall(r"[a-zA-Z_:][\w:]*", waiting.pop())) & recorded.keys() - needed
         needed |= new

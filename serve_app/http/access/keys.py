@@ -4,6 +4,7 @@ A key has 256 random bits, so it cannot be brute-forced from its SHA-256. A salt
 passwords need, would only slow down every request here, and let wrong keys keep the server busy.
 """
 
+import asyncio
 import hashlib
 import logging
 import os
@@ -131,7 +132,7 @@ def _write(path: Path, file: KeyFile) -> None:
 
 @dataclass(slots=True)
 class KeyStore:
-    """The keys of a file, which is read again when it has changed; checked at most once a second.
+    """The keys of a file, which is read again when it has changed, if somebody looks or watches.
 
     A changed file that is invalid, or missing, changes nothing: the known keys stay valid, the log says why, and
     `reloaded` is called.
@@ -143,14 +144,12 @@ class KeyStore:
     path: Path  # of the file
     reloaded: Callable[[bool], None] = lambda _: None  # after each attempt to read a changed file: whether it succeeded
     _: KW_ONLY
-    clock: Callable[[], float] = time.monotonic  # seconds, monotonic
     now: Callable[[], float] = time.time  # unix seconds, for expiry
     _seen: tuple[int, int, int] | None = field(init=False)
-    _looked_at: float = field(init=False)
     _keys: list[tuple[bytes, float, Caller]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._seen, self._looked_at = self._signature(), self.clock()
+        self._seen = self._signature()
         self._keys = _ready(read_keys(self.path))
 
     def __len__(self) -> int:
@@ -158,7 +157,6 @@ class KeyStore:
 
     def find(self, key: str) -> Caller | None:
         """The owner of this key; None if it is unknown or expired. Takes the same time for any key."""
-        self._look()
         digest = digest_of(key).encode()
         found: Caller | None = None
         for expected, expires_at, caller in self._keys:
@@ -166,10 +164,14 @@ class KeyStore:
                 found = caller
         return found
 
-    def _look(self) -> None:
-        if self.clock() - self._looked_at < _LOOK_EVERY_S:
-            return
-        self._looked_at = self.clock()
+    async def watch(self) -> None:
+        """Look once a second, until cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            self.look()
+
+    def look(self) -> None:
+        """Read the file again if it has changed."""
         signature = self._signature()
         if signature == self._seen:
             return

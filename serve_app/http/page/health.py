@@ -37,6 +37,7 @@ def _figures(history: History, samples: list[Sample], late_s: float) -> Iterator
     for pool, wanted in by_label(samples, "truespec_replicas_wanted", "pool").items():
         if (there := running.get(pool, 0.0)) < wanted:
             alert = "TruespecReplicasMissing" if there else "TruespecPoolEmpty"
+            alert = "TruespecProxyDown" if pool == "proxy" else alert
             yield alert, f"Pool {pool} runs {there:.0f} of {wanted:.0f} replicas"
 
     codes, failed = long.by_label["responses"], long.counts["failed"]

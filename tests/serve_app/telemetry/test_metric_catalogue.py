@@ -31,7 +31,7 @@ def test_values_that_are_named_elsewhere_are_all_there(metric: str, label: str, 
 
 def test_every_pool_is_explained() -> None:
     served = {pool for pools in POOLS_OF_TOPOLOGY.values() for pool in pools}
-    assert set(COMMON_MEANINGS["pool"]) == served | {"router", "watched"}
+    assert set(COMMON_MEANINGS["pool"]) == served | {"router", "proxy", "watched"}
 
 
 def counted() -> Iterator[tuple[str, str, str]]:

@@ -130,21 +130,6 @@ def test_what_is_not_in_the_catalogue_is_refused(
     assert samples(sink) == before
 
 
-# The text
-
-
-def test_the_text_has_every_metric_once_with_help_and_type_and_nothing_else() -> None:
-    sink = PrometheusSink()
-    facade(sink).observe("truespec_replay_drift_nats", 0.2)
-    text, content_type = sink.exposition()
-    assert content_type.startswith("text/plain")
-    lines = text.decode().splitlines()
-    for metric in CATALOGUE:
-        assert lines.count(f"# TYPE {metric.name} {metric.kind}") == 1
-        assert sum(line.startswith(f"# HELP {metric.name} ") for line in lines) == 1
-    assert b"_total_total" not in text and b"_created" not in text
-
-
 # Batches
 
 
@@ -169,19 +154,6 @@ def test_batches_of_replicas_add_up_and_gauges_stay_apart() -> None:
     assert value(sink, "truespec_time_to_first_token_seconds_sum") == pytest.approx(3.04)
     for replica in ("d1", "d2"):
         assert value(sink, "truespec_requests_running", replica=replica) == 3
-
-
-def test_a_batch_is_bounded_and_reports_gauges_each_time() -> None:
-    buffer = BufferSink("r")
-    for _ in range(1000):
-        facade(buffer).observe("truespec_queue_time_seconds", 0.3)
-    facade(buffer).gauge("truespec_requests_running", 5)
-    first, second = buffer.drain(), buffer.drain()
-    (histogram,) = first.histograms.values()
-    assert sum(histogram.counts) == 1000
-    assert len(pickle.dumps(first)) < 1000
-    assert (second.counters, second.histograms) == ({}, {})
-    assert list(second.gauges.values()) == [5]
 
 
 def test_a_batch_that_was_not_delivered_goes_with_the_next() -> None:

@@ -1,5 +1,6 @@
 """Keys in a file: made, known, expired, revoked, and read again; and the command that does it."""
 
+import asyncio
 import json
 import logging
 import os
@@ -13,10 +14,10 @@ from click.testing import CliRunner, Result
 
 from deploy.cli.main import main
 from serve_app.errors import AccessDenied, Forbidden
+from serve_app.http.access import keys
 from serve_app.http.access.access import ANYBODY, Access, Scope
 from serve_app.http.access.keys import KeyFile, KeyStore, create_key, digest_of, read_keys, revoke_key
 from speculative.errors import ConfigError
-from tests.support.clock import Clock
 
 
 def file_with(path: Path, **keys: dict[str, Any]) -> Path:
@@ -96,20 +97,18 @@ def test_a_wrong_file_stops_the_start_and_names_the_field(tmp_path: Path, text: 
         KeyStore(tmp_path / "missing.yaml")
 
 
-def test_a_changed_file_is_read_again_within_a_second(tmp_path: Path) -> None:
-    clock, reported = Clock(), list[bool]()
-    path = file_with(tmp_path / "keys.yaml", alice={}, bob={})
+async def test_a_changed_file_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "_LOOK_EVERY_S", 0.001)
+    path, reported = file_with(tmp_path / "keys.yaml", alice={}, bob={}), list[bool]()
     touch(path, 1)
-    store = KeyStore(path, reported.append, clock=clock)
+    store = KeyStore(path, reported.append)
     assert store.find("alice") and store.find("bob")
     file_with(path, bob={}, carol={})
     touch(path, 2)
-    assert store.find("carol") is None, "not looked at before a second has passed"
-    clock.now += 1.0
+    watching = asyncio.create_task(store.watch())
+    await asyncio.sleep(0.1)
+    watching.cancel()
     assert store.find("carol") and store.find("bob") and not store.find("alice")
-    assert reported == [True]
-    clock.now += 5.0
-    assert store.find("carol")
     assert reported == [True], "what has not changed is not read again"
 
 
@@ -117,24 +116,23 @@ def test_a_changed_file_is_read_again_within_a_second(tmp_path: Path) -> None:
 def test_a_file_that_breaks_keeps_the_old_keys_and_says_so_once(
     tmp_path: Path, broken: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock, reported = Clock(), list[bool]()
-    path = file_with(tmp_path / "keys.yaml", alice={})
+    path, reported = file_with(tmp_path / "keys.yaml", alice={}), list[bool]()
     touch(path, 1)
-    store = KeyStore(path, reported.append, clock=clock)
+    store = KeyStore(path, reported.append)
     if broken is None:
         path.unlink()
     else:
         path.write_text(broken)
     with caplog.at_level(logging.INFO, "truespec.access"):
         for _ in range(5):
-            clock.now += 2
+            store.look()
             assert store.find("alice") is not None
     assert reported == [False]
     (record,) = caplog.records
     assert record.levelno == logging.ERROR and str(path) in record.getMessage()
     file_with(path, bob={})
     touch(path, 3)
-    clock.now += 2
+    store.look()
     assert store.find("bob") and not store.find("alice")
     assert reported == [False, True]
 
