@@ -80,21 +80,12 @@ def test_prompts_of_any_length_are_replayed_as_eager_passes_compute_them(
     scene.assert_same([0], [64], capture)
     scene.assert_same([0, 30, 7], [65, 9, 110], capture)
     scene.assert_same([60], [450], capture)
+    for counts in ([2, 20, 1, 30, 5], [40, 3], [33, 9], [7, 7]):
+        scene.assert_same([11, 0, 25, 4, 0][: len(counts)], counts, capture)
+    scene.assert_same([0] * 33, [15] * 33, capture)  # more sequences than a replay takes
     before = scene.graphs.capturer.num_captured
     scene.assert_same([3, 0], [61, 100], ())  # where nobody wants features
     assert scene.graphs.capturer.num_captured == before, "192 rows were captured above"
-
-
-@pytest.mark.parametrize("capture", [(), (0, 2)])
-def test_in_a_mixed_step_rows_keep_their_order(target: Path, capture: tuple[int, ...]) -> None:
-    scene = Scene(target, capture)
-    for counts in ([2, 20, 1, 30, 5], [40, 3], [33, 9], [7, 7]):
-        scene.assert_same([11, 0, 25, 4, 0][: len(counts)], counts, capture)
-
-
-def test_more_sequences_than_a_replay_takes_are_computed_in_parts(target: Path) -> None:
-    scene = Scene(target)
-    scene.assert_same([0] * 33, [15] * 33)
 
 
 def test_a_pass_with_more_rows_than_are_captured_runs_eagerly(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

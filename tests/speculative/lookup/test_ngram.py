@@ -1,7 +1,5 @@
 """Prompt lookup against the loop one would write first."""
 
-import random
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,16 +47,6 @@ def test_it_drafts_what_the_naive_search_finds(tokens: list[int], least: int, ma
     assert continuation(tokens, max_tokens, sizes) == naive_continuation(tokens, max_tokens, sizes)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(runs=st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=12))
-def test_tokens_may_come_in_runs(runs: list[list[int]]) -> None:
-    """A drafter that saw the text grow by runs of any length knows what one that sees it whole knows."""
-    drafter, growing = NgramDrafter(NgramOptions(), 5), sequence("a", [])
-    for run in runs:
-        growing.tokens += run
-        assert drafter.draft(growing, 5) == naive_continuation(growing.tokens, 5)
-
-
 def test_a_batch_is_drafted_entry_by_entry_within_what_fits() -> None:
     drafter = make_weightless(DrafterConfig.of(ngram_max=4, ngram_min=2))
     looping, other = sequence("a", [1, 2, 3] * 3), sequence("b", [7, 8, 9])
@@ -87,12 +75,3 @@ def test_a_new_request_of_an_old_name_knows_nothing_of_it() -> None:
     assert drafts([4, 5, 6, 7, 1, 2]) == []
     drafter.forget("a")
     drafter.forget("never seen")
-
-
-def test_growing_a_long_text_token_by_token_stays_fast() -> None:
-    """The naive search would need minutes for this."""
-    generator = random.Random(0)
-    drafter, growing = NgramDrafter(NgramOptions(ngram_min=1), 3), sequence("a", [])
-    for _ in range(20_000):
-        growing.tokens.append(generator.randrange(50))
-        assert len(drafter.draft(growing, 3)) in (0, 3)

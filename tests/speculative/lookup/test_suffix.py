@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from speculative.config import DrafterConfig
 from speculative.drafting.weightless import LookupDrafter
 from speculative.lookup import suffix
+from speculative.lookup.ngram import NgramDrafter, NgramOptions
 from speculative.lookup.suffix import PastOutputs, SuffixDrafter, SuffixOptions, SuffixTree
 from speculative.request import Request, SamplingParams
 from speculative.state.sequence import Sequence
+from tests.speculative.lookup.test_ngram import naive_continuation
 from tests.support.engines import markov_engine, run
 from tests.support.markov_chain import sigmas
 from tools.faults.toy import engine_over
@@ -113,11 +115,12 @@ def test_it_drafts_what_the_naive_search_finds(
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(runs=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=12))
 def test_tokens_may_come_in_runs(runs: Texts) -> None:
-    """A drafter that saw the text grow by runs of any length knows what one that sees it whole knows."""
-    drafter, growing = made(config()), sequence(runs[0])
+    """Drafters that saw the text grow by runs of any length know what those know that see it whole."""
+    drafter, ngrams, growing = made(config()), NgramDrafter(NgramOptions(), 5), sequence(runs[0])
     for new in [[], *runs[1:]]:
         growing.tokens += new
         assert drafter.draft(growing, 5) == naive_draft([[growing.tokens]], growing.tokens, 5, config())
+        assert ngrams.draft(growing, 5) == naive_continuation(growing.tokens, 5)
 
 
 def nodes(tree: SuffixTree) -> Iterator[tuple[Any, int]]:
@@ -245,9 +248,10 @@ def test_a_second_asking_is_drafted_from_the_first_answer() -> None:
     assert second.num_accepted == second.num_drafted >= 20
 
 
-def test_growing_a_long_text_token_by_token_stays_fast() -> None:
+@pytest.mark.parametrize("drafter", [made(DrafterConfig(kind="suffix")), NgramDrafter(NgramOptions(ngram_min=1), 4)])
+def test_growing_a_long_text_token_by_token_stays_fast(drafter: SuffixDrafter | NgramDrafter) -> None:
     """A search through the text for each token would need minutes for this."""
-    generator, drafter, growing = random.Random(0), made(DrafterConfig(kind="suffix")), sequence([1])
+    generator, growing = random.Random(0), sequence([1])
     for _ in range(20_000):
         growing.tokens.append(generator.randrange(50))
         assert len(drafter.draft(growing, 4)) <= 4
