@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from speculative.assembly import use_device
-from speculative.config import DrafterConfig
 from speculative.engine import EngineCore
 from speculative.errors import InvalidRequest
 from speculative.request import FinishReason, Request, SamplingParams, TokenKind
@@ -73,17 +72,6 @@ def assert_alike(engine: EngineCore, first: dict[str, Answer], second: dict[str,
 
 
 # -- parity ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_draft_tokens", [1, 2, 4, 7])
-def test_greedy_text_is_the_plain_one(tiny_folder: Path, num_draft_tokens: int) -> None:
-    drafter = DrafterConfig.of(num_draft_tokens=num_draft_tokens, ngram_min=1)
-    speculating = tiny_engine(tiny_folder, drafter=drafter)
-    plain = tiny_engine(tiny_folder, drafter=NO_DRAFTS)
-    answers = answer_all(speculating, requests())
-    assert sum(answer.num_accepted for answer in answers.values()) > 10, "nothing was speculated"
-    assert any(answer.num_accepted < answer.num_drafted for answer in answers.values()), "nothing was rejected"
-    assert_alike(plain, answers, answer_all(plain, requests()))
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -291,53 +279,6 @@ def test_scoring_reads_no_cache_and_leaves_none(tiny_folder: Path) -> None:
     engine.add(Request("s", text, score_from=len(PROMPTS["plain"])))
     assert run(engine)["s"].values == pytest.approx(answer.values, abs=1e-4)
     assert engine.scheduler.pool._block_of.keys() <= published.keys()
-
-
-# -- abort ----------------------------------------------------------------------------------------------------------
-
-
-def engine_in_phases(folder: Path) -> Iterator[tuple[str, EngineCore]]:
-    """Engines whose request `a` stands in each phase in turn, beside another request."""
-    request, neighbour = Request("a", PROMPTS["longer than a chunk"], GREEDY), Request("b", PROMPTS["looping"], GREEDY)
-    for phase in ("waiting", "prefilling", "decoding", "held", "inserted", "restored", "preempted", "scoring"):
-        engine = tiny_engine(folder, max_batched_tokens=40, kv_cache_tokens=128 if phase == "preempted" else 1024)
-        if phase == "preempted":
-            engine.add(neighbour)  # the older one stays
-        if phase == "scoring":
-            engine.add(Request("a", PROMPTS["longer than a chunk"], score_from=3))
-        elif phase in ("inserted", "restored"):
-            prefill = tiny_engine(folder)
-            prefill.add(request, prefill_only_after=1)
-            run(prefill)
-            insert(engine, request, exported(prefill, "a"))
-        else:
-            engine.add(request, prefill_only_after=0 if phase == "held" else None)
-        num_steps = {"waiting": 0, "inserted": 0, "prefilling": 1, "scoring": 2, "restored": 2, "held": 5}.get(phase, 6)
-        if phase == "preempted":
-            while not engine.stats.num_preemptions:
-                engine.step()
-        else:
-            for _ in range(num_steps):
-                engine.step()
-            engine.add(neighbour)
-        yield phase, engine
-
-
-def test_an_abort_frees_everything_whatever_the_phase(tiny_folder: Path) -> None:
-    expected = answer_all(tiny_engine(tiny_folder), [Request("b", PROMPTS["looping"], GREEDY)])["b"]
-    phases = []
-    for phase, engine in engine_in_phases(tiny_folder):
-        sequence = engine.scheduler.find("a")
-        assert sequence is not None, phase
-        phases.append(sequence.phase.value)
-        assert engine.abort("a")
-        assert not engine.abort("a")
-        assert engine.scheduler.find("a") is None
-        assert_pool_is_whole(engine)
-        answer = run(engine)["b"]
-        assert answer.token_ids[-20:] == expected.token_ids[-20:]
-        assert_idle(engine)
-    assert phases == ["waiting", "running", "running", "held", "waiting", "running", "waiting", "running"]
 
 
 # -- faults ---------------------------------------------------------------------------------------------------------

@@ -286,7 +286,7 @@ def test_a_hold_that_the_prefix_cache_has_wholly_computed_needs_no_step() -> Non
     assert engine.stats.num_steps == 1
     assert engine.usage().num_free_blocks == engine.usage().num_blocks - 4 - 2
     for name in engine.held_ids:
-        engine.abort(name)
+        assert engine.abort(name) and not engine.abort(name)
     assert_idle(engine)
 
 
