@@ -7,7 +7,7 @@ controller answers: `ANSWERED` is its table. What a part raises reaches the call
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVar, overload
 
 from ray import serve
@@ -93,17 +93,16 @@ class Call(Generic[P, R]):
 class PartClient:
     """A class whose calls go to the controller."""
 
+    answer = staticmethod(uncancelled)  # awaits what the controller answers
+
     def __init__(self, connect: Connect) -> None:
         self.connect = connect
-
-    async def answer(self, response: Awaitable[R]) -> R:
-        """Return what the controller answered."""
-        return await uncancelled(response)
 
 
 class RemoteWeights(PartClient):
     """Changes the weights of the whole app (a `WeightsService`). Raises our own exceptions as they are."""
 
+    answer = staticmethod(answered)
     statuses = Call(WeightCoordinator.statuses)
     update = Call(WeightCoordinator.update)
     pause = Call(WeightCoordinator.pause)
@@ -111,10 +110,6 @@ class RemoteWeights(PartClient):
     stage = Call(WeightCoordinator.stage)
     finish = Call(WeightCoordinator.finish)
     reset_caches = Call(WeightCoordinator.reset_caches)
-
-    async def answer(self, response: Awaitable[R]) -> R:
-        """Return what the controller answered."""
-        return await answered(response)
 
 
 class RemoteTransfers(PartClient):
