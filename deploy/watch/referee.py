@@ -27,7 +27,7 @@ from serve_app.referee.judge.verdicts import Checked, Verdict
 from serve_app.referee.wire.exchange import Exchange, ExchangeBatch
 from serve_app.referee.wire.reader import ExchangeReader
 from serve_app.referee.wire.reply import Unreadable
-from serve_app.telemetry.metric_names import READ_RESULTS, WATCHED_RESULTS
+from serve_app.telemetry.metric_names import WATCHED_RESULTS
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from serve_app.text.tokenizer import Tokenizer
 from speculative.request import SURPRISAL_CLIP_NATS, Request, SamplingParams
@@ -125,10 +125,7 @@ class Referee:
         self.findings: OrderedDict[tuple[str, str, str], WatchFinding] = OrderedDict()
         self.unread = Reasons()
         self._began_at = time.time()
-        for result in WATCHED_RESULTS:
-            metrics.count("truespec_watched_requests_total", 0, result=result)
-        for result in READ_RESULTS:
-            metrics.count("truespec_watched_answers_total", 0, result=result)
+        metrics.begin("truespec_watched_requests_total", "truespec_watched_answers_total")
 
     async def run(self) -> None:
         """Work until cancelled."""

@@ -40,8 +40,7 @@ class WeightUpdater:
     _stilling: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while the engine is being paused or unpaused
 
     def __post_init__(self) -> None:
-        for result in ("ok", "failed"):
-            self.metrics.count("truespec_weight_updates_total", 0, result=result)
+        self.metrics.begin("truespec_weight_updates_total")
 
     @property
     def status(self) -> WeightsStatus:

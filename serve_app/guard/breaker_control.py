@@ -12,7 +12,7 @@ from serve_app.guard.breaker import REHEARSAL, Breaker, BreakerState, Mode
 from serve_app.guard.heartbeat import Orders, ReplicaStatus
 from serve_app.guard.rehearsal import Rehearsal
 from serve_app.referee.judge.verdicts import Trip
-from serve_app.telemetry.metric_names import BREAKER_STATES, TRIP_REASONS
+from serve_app.telemetry.metric_names import BREAKER_STATES
 from serve_app.telemetry.metrics import Metrics
 from speculative.errors import EngineFault
 from speculative.request import Speculation
@@ -44,10 +44,7 @@ class BreakerController:
 
     def __post_init__(self) -> None:
         self._inspected_at = self.clock()
-        for reason in TRIP_REASONS:
-            self.metrics.count("truespec_breaker_trips_total", 0, reason=reason)
-        for result in ("passed", "failed", "inconclusive"):
-            self.metrics.count("truespec_canaries_total", 0, result=result)
+        self.metrics.begin("truespec_breaker_trips_total", "truespec_canaries_total")
         self.act()
 
     @property

@@ -4,15 +4,15 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from serve_app.backends.base import Replayed
-from serve_app.referee.book.controls import CONTROL_CHANGES, CONTROL_RESULTS, ControlChange, ControlResult
+from serve_app.referee.book.controls import ControlChange, ControlResult
 from serve_app.referee.book.independent_checks import IndependentResult
 from serve_app.referee.book.replay_checker import ReplayChecker, ReplayResult
 from serve_app.referee.book.replica_book import Case
 from serve_app.referee.judge.answer import Answer
 from serve_app.referee.judge.detectors import Alarm, SeenToken, by_stratum, drifts_of
 from serve_app.referee.judge.judgement import Judgement, Judging
-from serve_app.referee.judge.verdicts import Checked, Distribution, Verdict
-from serve_app.telemetry.metric_names import INDEPENDENT_RESULTS, MAX_ANSWERING, REPLAY_ALARMS
+from serve_app.referee.judge.verdicts import Checked, Verdict
+from serve_app.telemetry.metric_names import MAX_ANSWERING, REPLAY_ALARMS
 from serve_app.telemetry.metrics import Metrics
 
 _MINUTES = 60  # that recent replays go back
@@ -72,10 +72,7 @@ class RefereeCounts:
             self._count_stratum(stratum, ())
             for alarm in REPLAY_ALARMS:
                 metrics.count("truespec_replay_alarms_total", 0, alarm=alarm, stratum=stratum)
-        for verdict in Verdict:
-            metrics.count("truespec_verdicts_total", 0, verdict=verdict.value)
-        for distribution in Distribution:
-            metrics.count("truespec_replay_distributions_total", 0, distribution=distribution.value)
+        metrics.begin("truespec_verdicts_total", "truespec_replay_distributions_total")
 
     def counting(self, judge: Judging) -> Judging:
         """A judge whose judgements are counted: drift by stratum."""
@@ -135,8 +132,7 @@ def count_independent(metrics: Metrics) -> Callable[[IndependentResult], None]:
         if result == "disagrees":
             metrics.count("truespec_verdicts_total", verdict=Verdict.SUSPECT.value)
 
-    for result in INDEPENDENT_RESULTS:
-        metrics.count("truespec_independent_replays_total", 0, result=result)
+    metrics.begin("truespec_independent_replays_total")
     return ended
 
 
@@ -146,7 +142,5 @@ def count_controls(metrics: Metrics) -> Callable[[ControlChange, ControlResult],
     def ended(change: ControlChange, result: ControlResult) -> None:
         metrics.count("truespec_referee_controls_total", change=change, result=result)
 
-    for change in CONTROL_CHANGES:
-        for result in CONTROL_RESULTS:
-            metrics.count("truespec_referee_controls_total", 0, change=change, result=result)
+    metrics.begin("truespec_referee_controls_total")
     return ended

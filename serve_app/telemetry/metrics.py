@@ -8,6 +8,7 @@ The exporter is a collector of its own and not prometheus_client's metric object
 bucket that another process made. It writes no `_created` series.
 """
 
+import itertools
 import logging
 import math
 import threading
@@ -98,6 +99,13 @@ class Metrics:
         self.gauge("truespec_requests_waiting", usage.num_waiting)
         self.gauge("truespec_replays_running", usage.num_replays)
         self.gauge("truespec_kv_cache_usage_ratio", usage.kv_usage)
+
+    def begin(self, *names: str) -> None:
+        """Have counters there with 0 from the start, for each value that their labels are known to have."""
+        for name in names:
+            meanings = METRICS[name].meanings
+            for values in itertools.product(*meanings.values()):
+                self.count(name, 0, **dict(zip(meanings, values, strict=True)))
 
     def _resolve(self, name: str, kind: Kind, value: float, labels: Mapping[str, str]) -> Series:
         metric = METRICS.get(name)

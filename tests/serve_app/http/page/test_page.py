@@ -326,8 +326,9 @@ def test_a_trip_says_what_when_where_what_it_means_and_what_to_do(
     clock = page.evaluate("at => new Date(1000 * at).toLocaleTimeString([], { hourCycle: 'h23' })", referee.app.clock())
     (fault,) = page.locator("#incident-list li").all()  # a trip and the alarm that led to it are one
     alerts = ("TruespecBreakerOpen", "TruespecSelfCheckAlarm")
-    words = ("Breaker open", "selfcheck", "decode replica c3d4", "but slower", "Self check alarm", "keep the dump")
-    for text in (*words, "sampling noise, next round", clock, *alerts):
+    words = ("Breaker open", "selfcheck", "decode replica c3d4", "Self check alarm", "keep the dump")
+    of_answers = ("looks at 25% of the steps: wrong answers may have been sent", "and are not verified may be wrong")
+    for text in (*words, *of_answers, "sampling noise, next round", clock, *alerts):
         expect(fault).to_contain_text(text)
     for link, alert in zip(fault.get_by_role("link").all(), alerts, strict=True):
         expect(link).to_have_attribute("href", f"page/runbooks.html#{alert.lower()}")
