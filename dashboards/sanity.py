@@ -274,28 +274,29 @@ ALERTS = (
             shell.logged("replay of .* failed"), shell.watch_logged("referee", "replay of .* failed"),
             shell.SERVE_STATUS)),
     Alert("TruespecRefereeSilent", "critical", "10m", wrong="unnoticed", minimum=10,
-        expr=f"({IN_30M.events('replays_requested_total')} >= {MINIMUM} unless {IN_30M.events('replays_total')} > 0) "
-        f"or ({IN_1H.gauge('build_info', how='count')} unless {IN_1H.gauge('replay_lag_seconds', how='count')})",
-        summary="Nothing replays the answers of {{ $labels.model_name }}.",
+        expr=any_of("what", {
+            "none is replayed": f"{IN_30M.events('replays_requested_total')} >= {MINIMUM} "
+            f"unless {IN_30M.events('replays_total')} > 0",
+            "their controller is silent": f"{IN_1H.gauge('build_info', how='count')} "
+            f"unless {IN_1H.gauge('replay_lag_seconds', how='count')}",
+            "none that passes the proxy can be judged": f"({IN_30M.events(WATCHED, where=_CHOSEN)} >= 2 * {MINIMUM} "
+            f"or {IN_30M.events(WATCHED, where=_PASSED)} >= 1000 * {MINIMUM}) "
+            f"unless {IN_30M.events('watched_answers_total', where=_READ)} > 0"}),
+        summary="Nothing checks the answers of {{ $labels.model_name }}: {{ $labels.what }}.",
         means="Answers are selected for a replay and none is replayed, or the controller, which has them replayed, "
-        "exports nothing. Wrong logprobs would go unnoticed.",
-        look="Whether the controller runs, and what it logs; whether the prefill pool has replicas.",
-        do="Kill what is stuck: Ray Serve replaces it. Treat answers as unverified until replays are back.",
+        f"exports nothing. Wrong logprobs would go unnoticed. {_OF_WATCHED}no request is chosen, the server does not "
+        "report token ids and logprobs, its answers cannot be read, or none reaches the referee.",
+        look="Whether the controller runs, and what it logs; whether the prefill pool has replicas. "
+        f"{_OF_WATCHED}requests by result on the logprob sanity page. Passed only: the share is 0, or clients use "
+        "other endpoints than completions. Refused: the server does not know the fields that the proxy adds, or may "
+        "not report logprobs. Captured: the referee's report says why it cannot read them.",
+        do="Kill what is stuck: Ray Serve replaces it. Treat answers as unverified until replays are back. "
+        f"{_OF_WATCHED}give the proxy a share above 0 and the server's `--dialect`, let the server report logprobs "
+        "(`--max-logprobs` of vLLM), and give the referee the model that is served.",
         commands=(shell.promql("sum(increase(truespec_replays_requested_total{}[30m]))"),
             shell.promql("sum by (result) (increase(truespec_replays_total{}[30m]))"), shell.SERVE_STATUS,
-            shell.logged("referee|replay"))),
-    Alert("TruespecWatchBlind", "critical", "10m", wrong="unnoticed", minimum=20,
-        expr=f"({IN_30M.events(WATCHED, where=_CHOSEN)} >= {MINIMUM} or {IN_30M.events(WATCHED, where=_PASSED)} "
-        f">= 500 * {MINIMUM}) unless {IN_30M.events('watched_answers_total', where=_READ)} > 0",
-        summary="Requests for {{ $labels.model_name }} pass the proxy, and no answer can be judged.",
-        means="The server answers and nothing watches it: no request is chosen, the server does not report token ids "
-        "and logprobs, its answers cannot be read, or none reaches the referee.",
-        look="Requests by result on the logprob sanity page. Passed only: the share is 0, or clients use other "
-        "endpoints than completions. Refused: the server does not know the fields that the proxy adds, or may not "
-        "report logprobs. Captured: the referee's report says why it cannot read them.",
-        do="Give the proxy a share above 0 and the server's `--dialect`. Start the server so that it may report "
-        "logprobs (`--max-logprobs` of vLLM). Give the referee the model that is served.",
-        commands=(shell.promql("sum by (result) (increase(truespec_watched_requests_total{}[30m])) > 0"),
+            shell.logged("referee|replay"),
+            shell.promql("sum by (result) (increase(truespec_watched_requests_total{}[30m])) > 0"),
             shell.promql("sum by (result) (increase(truespec_watched_answers_total{}[30m])) > 0"), shell.WATCH_COUNTS,
             shell.watch_logged("proxy", "refus|dialect"))),
     Alert("TruespecRuleBroken", "critical", "0m", wrong="yes", note="but for what broke the rule",

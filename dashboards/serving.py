@@ -249,6 +249,18 @@ _NO_REPLICA_ANSWERS = (
 )
 _FIRST_START = f"({_STATUS} < {_RUNS} unless present_over_time({_STATUS}[1h] offset 1h))"  # an hour to load a model
 
+_BY_MODEL = f"by ({', '.join(KEEP)})"
+_BY_CLUSTER = f"by ({', '.join(KEEP)}, instance)"  # an upgrade has two for a while
+_OFF = f"{IN_1H.series('speculation_enabled')} == 0 and {IN_1H.series('breaker_state')} == 0"
+_WEIGHTS = f"count by ({', '.join(KEEP)}, instance, fingerprint) ({IN_1H.series('build_info')})"
+_UPDATED, _NOT_UPDATED = (IN_1H.events("weight_updates_total", where=f'result="{one}"') for one in ("ok", "failed"))
+_DEGRADED = {
+    "speculation is off by hand": f"count {_BY_MODEL} ({_OFF})",
+    "kernels are off": f"count by ({', '.join(POOLS.keep)}) ({POOLS.series('kernels_active')} == 0)",
+    "replicas have different weights": f"max {_BY_MODEL} (count {_BY_CLUSTER} ({_WEIGHTS})) > 1",
+    "every weight update fails": f"{_NOT_UPDATED} >= {MINIMUM} and {_UPDATED} == 0",
+}
+
 
 def _went_quiet(counter: str) -> str:
     """A counter that had events in the hours before, and has none in half an hour, throughout which it was scraped."""
@@ -386,6 +398,23 @@ ALERTS = (
         commands=(shell.promql("truespec_kv_cache_usage_ratio{}"),
             shell.promql("sum by (pool) (increase(truespec_preemptions_total{}[15m]))"),
             shell.promql("sum by (pool, replica) (truespec_requests_running{})"))),
+    Alert("TruespecDegraded", "warning", "30m", wrong="slower", note="or of older weights", minimum=3,
+        expr=any_of("what", _DEGRADED),
+        summary="{{ $labels.model_name }} is not served as it could be"
+        "{{ with $labels.pool }} in pool {{ . }}{{ end }}: {{ $labels.what }}.",
+        means="An operator switched speculation off and left it so; replicas compute without the kernels made for "
+        "their device, several times slower; replicas, or the two pools, serve different weights, so that handoffs are "
+        "refused; or weight updates failed on at least the minimum of replicas within an hour and none succeeded, so "
+        "that the old weights are served.",
+        look="The status page: each replica's mode, and why its kernels are off. Running versions on the "
+        "disaggregation page: the fingerprints of each pool. The reason of a failed update is returned to the trainer "
+        "and logged.",
+        do="Set speculation to `auto` again once the fault is gone for which it was switched off. Kernels: do what the "
+        "reason says, and replace the replica. Weights: replace the replicas that have the older ones, or roll both "
+        "pools to one version; correct what the updates lack.",
+        commands=(shell.REPLICAS, shell.promql("truespec_kernels_active{} == 0"), shell.VERSIONS,
+            shell.promql("sum by (pool, result) (increase(truespec_weight_updates_total{}[1h])) > 0"),
+            shell.logged("an operator has set|weights .* could not be loaded"))),
     Alert("TruespecReplicasMissing", "warning", "15m", wrong="slower", threshold=0,
         expr=f"{_WANTED} - {_RUNNING} > {THRESHOLD}",
         summary="{{ $value }} of the replicas of {{ $labels.model_name }} in pool {{ $labels.pool }} have been "

@@ -100,6 +100,20 @@ def _proxies(wanted: str, running: str) -> dict[str, str]:
     return {"replicas_wanted pool=proxy": wanted, "replicas_running pool=proxy": running}
 
 
+def _weights(prefill: str, decode: str, cluster: str = "") -> dict[str, str]:
+    """The fingerprints of two pools, of which the second may be in another cluster."""
+    builds = f"fingerprint={prefill} pool=prefill", f"fingerprint={decode} pool=decode instance={cluster}"
+    return {f"build_info {build}": "1x70" for build in builds}
+
+
+def _speculation(enabled: str, breaker: str) -> dict[str, str]:
+    return {"speculation_enabled replica=r1": enabled, "breaker_state replica=r1": breaker}
+
+
+def _updates(succeed: str) -> dict[str, str]:
+    return {"weight_updates_total result=failed": "0+0.1x99", "weight_updates_total result=ok": succeed}
+
+
 def _since_handoff(early: float, late: float, drafted: float = 100, drafter: str = "eagle3") -> dict[str, str]:
     """Two hours; tokens a minute that are accepted of so many at each age."""
     series = {f"build_info drafter={drafter} replica=r1": "1x120"}
@@ -182,12 +196,21 @@ _NOBODY = Fires("No replica answers (job truespec).", {"job": "truespec"}, commo
 _MASS = Fires("A step of tiny broke the rule mass.", {"kind": "mass"})
 _EMPTY = Fires("No replica of tiny runs in pool decode.", {"pool": "decode"})
 _QUIET = Fires("No request for tiny has finished for half an hour.")
-_BLIND = Fires("Requests for tiny pass the proxy, and no answer can be judged.")
 _STALE = Fires("The changed API key file of tiny is invalid.")
+_UNJUDGED = _told("none that passes the proxy can be judged",
+    "Nothing checks the answers of tiny: none that passes the proxy can be judged.")  # fmt: skip
 _LOST = _told("requests", "6 requests of tiny were lost.")
 _ERRORS = Fires("5% of the requests of tiny end in an error.")
-_SILENT = Fires("Nothing replays the answers of tiny.")
 _PROXY_DOWN = Fires("Ray Serve's proxy is down on 1 nodes (job truespec).", {"job": "truespec"}, common=False)
+
+
+def _silent(what: str) -> Fires:
+    return _told(what, f"Nothing checks the answers of tiny: {what}.")
+
+
+def _degraded(what: str, **pool: str) -> Fires:
+    of = f" in pool {pool['pool']}" if pool else ""
+    return _told(what, f"tiny is not served as it could be{of}: {what}.", **pool)
 
 
 def _missing(where: str, **labels: str) -> Fires:
@@ -248,8 +271,15 @@ CASES: tuple[Case, ...] = (
          Fires("100% of the replays of answers by r2 (tiny) failed twice.", {"answered_by": "r2"})),
         ("four", _recent_replays("r1", "4x60", failures="4x60"), "57m")),
     *_of("RefereeSilent",
-        ("no selected one is replayed", _REPLAYED | {"replays_total result=ok": "0+1x20 20x70"}, "80m", _SILENT),
-        ("the controller is gone", _REPLAYED | {"replay_lag_seconds replica=c": "0x20"}, "50m", _SILENT),
+        ("the server refuses", _watched(refused=2, passed=20, read=0), "70m", _UNJUDGED),
+        ("none can be read", _watched(captured=2, passed=20, read=0, unreadable=2), "70m", _UNJUDGED),
+        ("a share of 0", _watched(passed=1000, captured=0, read=0), "70m", _UNJUDGED),
+        ("few are chosen of many", _watched(passed=20, captured=0, read=0), "70m"),
+        ("some can be read", _watched(refused=20, captured=1, passed=20, read=1), "70m"),
+        ("no selected one is replayed", _REPLAYED | {"replays_total result=ok": "0+1x20 20x70"}, "80m",
+         _silent("none is replayed")),
+        ("the controller is gone", {"build_info replica=r1": "1x90", "replay_lag_seconds replica=c": "0x20"}, "50m",
+         _silent("their controller is silent")),
         ("few answers are selected", _REPLAYED | {"replays_requested_total": "0+0.1x90"}, "80m")),
     *_of("HandoffsFail",
         ("one in twenty", _results("handoffs_total", result__ok=19, result__refused=1), "40m", _HANDOFFS),
@@ -308,6 +338,17 @@ CASES: tuple[Case, ...] = (
          "20m", _PROXY_DOWN),
         ("one node of two is gone", _proxies("2x10 1x50", "2x10 1x50") | {f"{_PROXY}b": "1x10"}, "20m"),
         ("dead before our metrics", {f"{_PROXY}a": "1x10 0x50", "replicas_wanted": "2x10"}, "20m", _PROXY_DOWN)),
+    *_of("Degraded",
+        ("speculation was switched off", _speculation("1x10 0x60", breaker="0x70"), "60m",
+         _degraded("speculation is off by hand")),
+        ("a breaker has opened", _speculation("0x70", breaker="2x70"), "60m"),
+        ("one replica has no compiler", {f"kernels_active kernels=cpu replica={one}": f"{one}x70" for one in (0, 1)},
+         "60m", _degraded("kernels are off", pool="decode")),
+        ("the pools have different weights", _weights("a", "b"), "60m", _degraded("replicas have different weights")),
+        ("they have the same", _weights("a", "a"), "60m"),
+        ("an upgrade has other weights", _weights("a", "b", cluster="new"), "60m"),
+        ("no update succeeds", _updates("0x99"), "95m", _degraded("every weight update fails")),
+        ("one in three does", _updates("0+0.05x99"), "95m")),
     *_of("KvCacheFull",
         ("one replica of two",
          {"kv_cache_usage_ratio replica=r1": "0.98x60", "kv_cache_usage_ratio replica=r2": "0.2x60"}, "40m",
@@ -348,12 +389,6 @@ CASES: tuple[Case, ...] = (
         ("every other", _watched(passed=4, captured=1, unreachable=5), "60m", _NO_SERVER),
         ("one in fifty", _watched(passed=49, unreachable=1), "60m"),
         ("four", {"watched_requests_total result=unreachable": "0x30 4x30"}, "40m")),
-    *_of("WatchBlind",
-        ("the server refuses", _watched(refused=2, passed=20, read=0), "70m", _BLIND),
-        ("none can be read", _watched(captured=2, passed=20, read=0, unreadable=2), "70m", _BLIND),
-        ("a share of 0", _watched(passed=1000, captured=0, read=0), "70m", _BLIND),
-        ("few are chosen of many", _watched(passed=20, captured=0, read=0), "70m"),
-        ("some can be read", _watched(refused=20, captured=1, passed=20, read=1), "70m")),
 )  # fmt: skip
 
 
