@@ -180,11 +180,12 @@ class VerdictBook:
         return None if choices is None else render(reply_id, {index: choices[index].checked for index in choices})
 
     def of_replica(self, replica: str, since: float) -> list[dict[str, Any]]:
-        """The replies that a replica had a part in and that ended after a time (unix seconds), with their verdicts."""
+        """The replies to clients that a replica had a part in and that ended after a time (unix seconds), with their
+        verdicts."""
         found = []
         for reply_id, choices in self._replies.items():
             own = [one for one in choices.values() if replica in one.replicas and one.ended_at > since]
-            if own:
+            if own and not own[0].checked.reason.startswith(REHEARSED):
                 verdict = worst([one.checked.verdict for one in own]).value
                 found.append({"id": reply_id, "ended_at": max(one.ended_at for one in own), "verdict": verdict})
         return found

@@ -3,7 +3,16 @@
 import dataclasses
 import itertools
 
-from serve_app.referee.judge.verdicts import Checked, CheckResult, Finished, Trip, Verdict, VerdictBook, folded
+from serve_app.referee.judge.verdicts import (
+    REHEARSED,
+    Checked,
+    CheckResult,
+    Finished,
+    Trip,
+    Verdict,
+    VerdictBook,
+    folded,
+)
 from tests.support.referees import recorded
 
 VERIFIED = Checked(Verdict.VERIFIED, "replayed", 2, 1.0, 0.0, "p1")
@@ -55,6 +64,9 @@ def test_a_trip_makes_suspect_what_ended_about_then_whenever_it_is_reported() ->
     book.note("r1", Finished("after-0", *times["after"]))
     found = [name for name in (*times, "elsewhere") if verdicts(book, name) == ["suspect"]]
     assert found == ["within", "running"]
+    book.record(recorded("rehearsal-x-0"), dataclasses.replace(VERIFIED, reason=f"{REHEARSED}draws"), now=13)
+    listed = {one["id"]: (one["verdict"], one["ended_at"]) for one in book.of_replica("r1", since=5.5)}
+    assert listed == {"within": ("suspect", 6), "running": ("suspect", 14), "after": ("unverified", 12)}
     assert "drift" in (book.reply("within") or {})["choices"][0]["reason"]
 
 
