@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from serve_app.errors import PreviousResponseNotFound, UnknownResponse, UnsupportedParameter
+from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.frontend import FrontEnd
+from serve_app.openai.off_loop import off_loop
 from serve_app.openai.parsing import in_words
 from serve_app.openai.plan import Planned
 from serve_app.openai.responses.kept_responses import KeptResponses
-from serve_app.openai.responses.response_items import AnyItem, ItemReference, items_from
+from serve_app.openai.responses.response_items import AnyItem, Conversation, ItemReference, items_from
 from serve_app.openai.responses.response_objects import Fields, ResponsesFormat, response_of
 from serve_app.openai.responses.response_requests import ResponsesRequest
 from speculative.errors import InvalidRequest
@@ -37,9 +39,10 @@ class ResponsesAdapter:
                 raise PreviousResponseNotFound(
                     name, f"{name}: {self._unknown(response_id)} Send all items of the conversation instead."
                 )
-            earlier = items_from([*found["items"], *found["response"]["output"]])
+            said = [*found["items"], *found["response"]["output"]]
+            earlier = await off_loop(said, lambda: items_from(said))
         items = [await self._referred(item, f"input.{number}", owner) for number, item in enumerate(wire.items)]
-        conversation = wire.conversation(earlier, items)
+        conversation, chat = await off_loop([wire, *earlier], lambda: self._as_chat(wire, earlier, items))
         stores = self.kept is not None and wire.store is not False
 
         async def keep(response: Fields) -> bool:
@@ -50,10 +53,17 @@ class ResponsesAdapter:
             return await self.kept.put(response["id"], owner, json.dumps(record).encode())
 
         form = ResponsesFormat(wire.echo(), stores, keep, self.front_end.count_tokens)
+        return await self.front_end.prepare(chat, form, conversation.in_our_words, timeout_s=timeout_s)
+
+    @staticmethod
+    def _as_chat(
+        wire: ResponsesRequest, earlier: Sequence[AnyItem], items: Sequence[AnyItem]
+    ) -> tuple[Conversation, ChatCompletionRequest]:
+        conversation = wire.conversation(earlier, items)
         with in_words(conversation.in_our_words):
             chat = wire.as_chat(conversation)
             chat.check_together()
-        return await self.front_end.prepare(chat, form, conversation.in_our_words, timeout_s=timeout_s)
+        return conversation, chat
 
     async def show(self, response_id: str, owner: str) -> Fields:
         """A response that was kept. Raises UnknownResponse: there is none of that id."""
