@@ -20,19 +20,20 @@ BODIES: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/completions", {"prompt": [10**6] * 2**18}, "prompt holds the token id"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * SIZE}]}, "context is 100 tokens"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * (SIZE // 30)}, "objects and lists"),
+    ("/v1/responses", {"input": [{"role": "user", "content": "a" * 200}] * 10_000}, "context is 100 tokens"),
     ("/tokenize", {"prompt": '\\"' * (SIZE // 4)}, "context is 100 tokens"),
     ("/detokenize", {"tokens": [5] * (2**18 - 1) + [10**6]}, "tokens holds the token id"),
     ("/inference/v1/generate", {"token_ids": [5] * SIZE, "sampling_params": {}}, "more than 262144 values"),
 ]
 
 
-async def test_twenty_refusals_at_once_cost_the_loop_no_more_than_50_ms_each(tokenizer: Tokenizer) -> None:
+async def test_twenty_refusals_at_once_cost_the_loop_20_ms_each_at_most(tokenizer: Tokenizer) -> None:
     app = build_ingress(front_end(DeltaSource(), tokenizer, Limits(max_sequences=64)))
     sent = [(path, json.dumps({"model": "m", **body}).encode(), words) for path, body, words in BODIES] * 4
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t", timeout=600) as client:
         begun_s = time.thread_time()  # of the loop's thread alone, however busy the machine is
         replies = await asyncio.gather(*(client.post(path, content=body) for path, body, _ in sent))
-        assert time.thread_time() - begun_s < 0.05 * len(sent)
+        assert time.thread_time() - begun_s < 0.02 * len(sent)
     for reply, (path, _, words) in zip(replies, sent, strict=True):
         assert reply.status_code in (400, 413) and words in reply.json()["error"]["message"], (path, reply.text)
 
