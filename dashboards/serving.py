@@ -412,7 +412,7 @@ ALERTS = (
         do="Set speculation to `auto` again once the fault is gone for which it was switched off. Kernels: do what the "
         "reason says, and replace the replica. Weights: replace the replicas that have the older ones, or roll both "
         "pools to one version; correct what the updates lack.",
-        commands=(shell.REPLICAS, shell.promql("truespec_kernels_active{} == 0"), shell.VERSIONS,
+        commands=(shell.REPLICAS, shell.promql("truespec_kernels_active{}"), shell.VERSIONS,
             shell.promql("sum by (pool, result) (increase(truespec_weight_updates_total{}[1h])) > 0"),
             shell.logged("an operator has set|weights .* could not be loaded"))),
     Alert("TruespecReplicasMissing", "warning", "15m", wrong="slower", threshold=0,
