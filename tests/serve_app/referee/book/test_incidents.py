@@ -6,7 +6,7 @@ from tests.support.clock import Clock
 
 
 def test_what_is_found_again_is_counted_and_comes_first() -> None:
-    log = IncidentLog(Clock(5.0))
+    log = IncidentLog(Clock(5.0), lambda _: None)
     log.note("selfcheck", "a", "r1", at=1.0)
     log.note("selfcheck", "a", "r2", at=2.0)
     log.note("selfcheck", "a", "r1", at=3.0, num=2)
@@ -19,7 +19,7 @@ def test_what_is_found_again_is_counted_and_comes_first() -> None:
 
 
 def test_only_the_latest_are_kept() -> None:
-    log = IncidentLog(Clock(5.0))
+    log = IncidentLog(Clock(5.0), lambda _: None)
     for index in range(500):
         log.note("replay", "drift", f"r{index}")
     kept = log.to_wire()
