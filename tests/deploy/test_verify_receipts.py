@@ -460,6 +460,7 @@ def test_a_reply_is_compared_with_its_receipts(folder: Path) -> None:
 
     async def made() -> list[dict[str, Any]]:
         talk = {"model": "tiny", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 9, "logprobs": True}
+        talk |= {"ignore_eos": True}  # else a forged end may be its own
         whole = BODY | {"prompt": [PROMPT, "hello"], "n": 2, "max_tokens": 9, "logprobs": 0, "return_token_ids": True}
         async with service(folder) as client:
             chat = await ask(client, "/v1/chat/completions", **talk, n=2)

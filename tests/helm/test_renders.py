@@ -167,13 +167,16 @@ def test_a_change_of_what_the_chart_installs_is_a_new_version(tmp_path: Path) ->
         (chart / "Chart.yaml").write_text(versioned(chart))
         return str(yaml.safe_load((chart / "Chart.yaml").read_text())["version"])
 
-    first = version_after("README.md", "changed")
-    assert version_after("ci/cpu-demo-values.yaml", "\n# changed") == first
-    base, number = first.split("-dev.")
-    for more, name in enumerate(("templates/NOTES.txt", "values.yaml", "files/smoke.py"), 1):
-        assert version_after(name, "\n# changed") == f"{base}-dev.{int(number) + more}", name
-    text = (chart / "Chart.yaml").read_text()
-    (chart / "Chart.yaml").write_text(text.replace(f"{base}-dev.{int(number) + 3}", "1.2.3"))
+    def set_version(version: str) -> None:
+        text = (chart / "Chart.yaml").read_text()
+        (chart / "Chart.yaml").write_text(re.sub(r"^version: \S+", f"version: {version}", text, flags=re.M))
+
+    set_version("1.2.3-dev.4")
+    assert version_after("README.md", "changed") == "1.2.3-dev.4"
+    assert version_after("ci/cpu-demo-values.yaml", "\n# changed") == "1.2.3-dev.4"
+    for number, name in enumerate(("templates/NOTES.txt", "values.yaml", "files/smoke.py"), 5):
+        assert version_after(name, "\n# changed") == f"1.2.3-dev.{number}", name
+    set_version("1.2.3")
     assert version_after("README.md", "changed") == "1.2.3", "a release changes nothing else"
     assert version_after("values.yaml", "\n# changed again") == "1.2.4-dev.1", "which comes after the release"
 
