@@ -29,12 +29,12 @@ def commands(*begin: str) -> list[str]:
     return [command for command in found if command.startswith(begin)]
 
 
-def with_kubectl(folder: Path, script: str) -> dict[str, str]:
+def with_kubectl(folder: Path, script: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of a shell for which a script in a folder is kubectl."""
     kubectl = folder / "kubectl"
     kubectl.write_text(script, encoding="utf-8")
     kubectl.chmod(0o755)
-    return os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    return {**environment, "PATH": f"{folder}{os.pathsep}{environment['PATH']}"}
 
 
 def run(
@@ -50,7 +50,7 @@ def run(
     for name in ("curl", "jq"):
         if shutil.which(name) is None:
             pytest.skip(f"{name} is not installed")
-    inside = environment if folder is None else with_kubectl(folder, _KUBECTL)
+    inside = environment if folder is None else with_kubectl(folder, _KUBECTL, environment)
     setup = SETUP
     for name, value in values.items():
         setup, times = re.subn(rf"(?m)(^|(?<= )){name}=\S*", lambda _, text=f"{name}={value}": text, setup)
