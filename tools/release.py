@@ -98,7 +98,7 @@ def cut(new: str, root: Path = ROOT) -> list[str]:
     return changed
 
 
-def build(to: Path, registry: str, source: str, root: Path = ROOT) -> None:
+def build(to: Path, registry: str, source: str) -> None:
     """Make all files of a release from the commit that is checked out: wheel and source archive in `python/`, the
     chart's package in `chart/`, the images' build context in `images/`, and SHA256SUMS.
 
@@ -106,14 +106,13 @@ def build(to: Path, registry: str, source: str, root: Path = ROOT) -> None:
         to: the folder, which is made.
         registry: where the images are, as `ghcr.io/OWNER`.
         source: the repository's URL.
-        root: of the checkout.
 
     Raises:
         ReleaseError: the folder is there, the checkout is not as it was committed, versions differ, or a program fails.
     """
 
     def run(*words: str | Path) -> str:
-        done = subprocess.run(words, cwd=root, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             raise ReleaseError(f"{' '.join(map(str, words))} failed:\n{done.stdout}{done.stderr}".rstrip())
         return done.stdout
@@ -124,7 +123,7 @@ def build(to: Path, registry: str, source: str, root: Path = ROOT) -> None:
     if changed := run("git", "status", "--porcelain"):
         raise ReleaseError(f"These files are not as they were committed; a release is made of a commit:\n{changed}")
     environment["SOURCE_DATE_EPOCH"] = run("git", "log", "-1", "--format=%ct").strip()
-    number = check(root=root)
+    number = check()
     python, charts, images = (to.absolute() / name for name in ("python", "chart", "images"))
     images.mkdir(parents=True)
     context = images / f"truespec-{number}-context.tar.gz"

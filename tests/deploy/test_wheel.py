@@ -4,14 +4,12 @@ import hashlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tarfile
 import venv
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from email.parser import Parser
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import httpx
 import pytest
 import yaml
 
+from tests.support.processes import until_interrupted
 from tests.support.project_files import ROOT, project_files
 from tests.support.waiting import wait_for
 from tests.support.workflow_steps import SOURCE, of_a_release, workflow
@@ -222,36 +221,20 @@ def test_a_service_with_keys_is_served_proved_and_watched_from_the_wheel(
     asked: dict[str, Any] = {"model": "SmolLM2-135M-Instruct", "messages": [{"role": "user", "content": "Why?"}]}
     asked |= {"max_tokens": 16, "logprobs": True, "receipt": True, "reproducible": True}
     urls = [f"http://127.0.0.1:{port}" for port in (served, watched, referee)]
-    proxy = ("watch", "proxy", urls[0], "--model", "smollm2-135m", "--share", 1)
+    ports = ("--port", watched, "--referee-port", referee)
+    watch = installed("watch", "proxy", urls[0], "--model", "smollm2-135m", "--share", 1, *ports)
+    limits: dict[str, Any] = {"cwd": tmp_path, "starts_within_s": 600, "ends_within_s": 60}
+    serve, serve_log, watch_log = installed("serve", "my.yaml"), tmp_path / "serve.log", tmp_path / "watch.log"
     with (
-        background(installed("serve", "my.yaml"), f"{urls[0]}/healthz", tmp_path),
-        background(installed(*proxy, "--port", watched, "--referee-port", referee), f"{urls[2]}/report.json", tmp_path),
+        until_interrupted(serve, serve_log, "Serving ", CLEAN, **limits) as (serve_says, server),
+        until_interrupted(watch, watch_log, "Ready: ", CLEAN, **limits) as (watch_says, proxy),
         httpx.Client(timeout=300) as client,
     ):
+        assert server.poll() is None, serve_says()
+        assert proxy.poll() is None, watch_says()
         assert client.post(f"{urls[0]}/v1/chat/completions", json=asked).status_code == 401
         client.headers["authorization"] = f"Bearer {key}"
         reply = client.post(f"{urls[1]}/v1/chat/completions", json=asked).raise_for_status().json()
         (tmp_path / "reply.json").write_text(json.dumps(reply))
         assert run(installed("verify", "reply.json", "--model", "smollm2-135m"), tmp_path).rstrip().endswith("VERIFIED")
         wait_for(lambda: client.get(f"{urls[2]}/report.json").json()["answers"]["verdicts"].get("verified"), "verdict")
-
-
-@contextmanager
-def background(command: list[str], ready: str, cwd: Path) -> Iterator[None]:
-    """A program that runs until it is interrupted, once its page answers."""
-    with (cwd / command[1]).with_suffix(".log").open("w") as log:
-        program = subprocess.Popen(command, cwd=cwd, env=CLEAN, stdout=log, stderr=log)
-    try:
-        wait_for(lambda: _answers(ready) or program.poll() is not None, f"{command[1:3]} at {ready}", 600)
-        assert program.poll() is None, Path(log.name).read_text()
-        yield
-    finally:
-        program.send_signal(signal.SIGINT)
-        program.wait(60)
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(url).is_success
-    except httpx.HTTPError:
-        return False

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import yaml
 
-from tests.support.waiting import wait_for
+from tests.support.processes import until_interrupted
 from tools.chaos.nodes import PATIENT, Node, NodeShape
 from tools.chaos.sockets import free_ports
 
@@ -70,14 +70,8 @@ class RayHead:
         data = {"proxy_location": "HeadOnly", "http_options": http, "applications": [application]}
         file.write_text(yaml.safe_dump(data))
         command = [sys.executable, "-m", "deploy.cli.main", "serve", str(file), "--address", self.address]
-        with shown.open("w") as out:
-            service = subprocess.Popen(command, env=self.environment, stdout=out, stderr=out)
-        try:
-            wait_for(lambda: service.poll() is not None or until in shown.read_text(), until)
-            yield shown.read_text, service
-        finally:
-            service.send_signal(signal.SIGINT)
-            service.wait(120)
+        with until_interrupted(command, shown, until, self.environment) as started:
+            yield started
 
     def submit(self, *command: str, token: bool = True) -> subprocess.CompletedProcess[str]:
         """`ray job submit -- COMMAND`, until the job has ended."""
